@@ -1,4 +1,4 @@
-"""A real Chromium for the tests of the page: one process serves the tests of a run, each with its own window and cookies.
+"""A real Chromium for the tests of the page: one browser serves the tests of a run, each with its own window and cookies.
 
     async with open_browser(g.root, g.app.admin_key, chromium=chromium) as web:      # logged in
         await web.go("#/rollout/r1")
@@ -9,25 +9,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from playwright.async_api import Locator, Page, async_playwright, expect
+from playwright.async_api import Browser, Locator, Page, async_playwright, expect
 
-from tests.engine_process import stop_group
 from tests.needs import uses
 from tests.speed import scaled
 
 DESKTOP = (1360, 860)
 PHONE = (390, 800)
-# Debian's Chromium; as root it needs --no-sandbox.
-_LAUNCH = {"executablePath": "/usr/bin/chromium", "args": ["--no-sandbox"]}
 _DOCS_IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
 
@@ -39,7 +33,7 @@ def timeout_ms() -> float:
 class Chromium(NamedTuple):
     """The running browser, and the folder for screenshots of the test."""
 
-    address: str
+    browser: Browser
     shots: Path
 
 
@@ -120,20 +114,15 @@ class Web:
 
 
 @uses("chromium")
-@contextmanager
-def start_chromium(folder: Path) -> Iterator[str]:
-    """Start Chromium, and yield its address."""
-    config = folder / "chromium.json"
-    config.write_text(json.dumps({**_LAUNCH, "timeout": timeout_ms()}))
-    command = [sys.executable, "-m", "playwright", "launch-server", "--browser", "chromium", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().strip()
-            assert address.startswith("ws://"), "Chromium did not start"
-            yield address
-        finally:
-            stop_group(server)
+@asynccontextmanager
+async def start_chromium() -> AsyncIterator[Browser]:
+    """Start Chromium, for the event loop of the caller."""
+    async with async_playwright() as playwright:
+        # Debian's Chromium; as root it needs --no-sandbox.
+        path, args = "/usr/bin/chromium", ["--no-sandbox"]
+        browser = await playwright.chromium.launch(executable_path=path, args=args, timeout=timeout_ms())
+        yield browser
+        await browser.close()
 
 
 @uses("chromium")
@@ -142,17 +131,16 @@ async def open_browser(
     root: str, key: str = "", *, chromium: Chromium, size: tuple[int, int] = DESKTOP, dark: bool = False, **options: Any
 ) -> AsyncIterator[Web]:
     """Open a window, logged in if a key is given. Fail if the page had any problem."""
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.connect(chromium.address, timeout=timeout_ms())
-        expect.set_options(timeout=timeout_ms())
-        try:
-            view = {"width": size[0], "height": size[1]}
-            page = await browser.new_page(viewport=view, color_scheme="dark" if dark else "light", **options)
-            page.set_default_timeout(timeout_ms())
-            web = Web(page, root, chromium.shots)
-            if key:
-                await web.login(key)
-            yield web
-            assert web.problems == []
-        finally:
-            await browser.close()
+    expect.set_options(timeout=timeout_ms())
+    view = {"width": size[0], "height": size[1]}
+    context = await chromium.browser.new_context(viewport=view, color_scheme="dark" if dark else "light", **options)
+    try:
+        page = await context.new_page()
+        page.set_default_timeout(timeout_ms())
+        web = Web(page, root, chromium.shots)
+        if key:
+            await web.login(key)
+        yield web
+        assert web.problems == []
+    finally:
+        await context.close()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser
 
 from tests.page.browser import Chromium, start_chromium
 
 
-@pytest.fixture(scope="session")
-def chromium_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with start_chromium(tmp_path_factory.mktemp("chromium")) as address:
-        yield address
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> AsyncIterator[Browser]:
+    async with start_chromium() as browser:
+        yield browser
 
 
 @pytest.fixture
-def chromium(chromium_address: str, tmp_path: Path) -> Chromium:
-    return Chromium(chromium_address, tmp_path / "shots")
+def chromium(browser: Browser, tmp_path: Path) -> Chromium:
+    """The browser. It belongs to the event loop of the session, in which the test must run."""
+    return Chromium(browser, tmp_path / "shots")

@@ -15,7 +15,7 @@ from tests.page.browser import Chromium, open_browser
 from tests.speed import scaled
 from turngate.store.outcomes import RecordedOutcome
 
-pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_damaged_outcome_is_explained(tmp_path: Path, chromium: Chromium) -> None:

@@ -15,7 +15,7 @@ from tests.page import scenes
 from tests.page.browser import Chromium, Web, open_browser
 from turngate.client.protocol import FeedConfig
 
-pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 FIRST = "fix-slug-0"
 

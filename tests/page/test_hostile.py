@@ -9,7 +9,7 @@ import pytest
 from tests import page_kit
 from tests.page.browser import Chromium, open_browser
 
-pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 INVISIBLE = "\x1b[31mred\x07\x00 \u202egnp.exe\u202c \u2066hidden\u2069 \ufeff"
 BROKEN = (

@@ -9,7 +9,7 @@ import pytest
 from tests import page_kit
 from tests.page.browser import Chromium, open_browser
 
-pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 ROWS = "document.querySelectorAll('.list-row').length"
 

@@ -23,7 +23,7 @@ from tests.kit import calls, tool, user
 from tests.page.browser import Chromium, open_browser
 from tests.speed import scaled
 
-pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 Json = Any
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from tests import page_kit
 from tests.page import scenes
 from tests.page.browser import PHONE, Chromium, open_browser
 
-pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_no_view_overflows_on_phone(tmp_path: Path, chromium: Chromium) -> None:

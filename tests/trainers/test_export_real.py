@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,66 +18,29 @@ from tools import parts
 from turngate.trainers.export.areal import FIELDS
 from turngate.types import Json
 
-pytestmark = [pytest.mark.needs("trl", "tokenizers"), pytest.mark.full]  # the trainers share the Python of `trl`
+# The trainers share the Python of `trl`.
+pytestmark = [pytest.mark.needs("trl", "trainers", "tokenizers"), pytest.mark.full]
 
-PART = "trl"
-
-READER = """
-import json, sys
+# Each program makes `result`, what the trainer makes of the records.
+LOADERS = {
+    "trl": """
 from trl.data_utils import is_conversational, maybe_apply_chat_template
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from transformers import AutoTokenizer
 
-out, tokenizer = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-read = lambda name: [json.loads(line) for line in open(f"{out}/{name}.jsonl")]
-result = {}
+tokenizer, result = AutoTokenizer.from_pretrained(TOKENIZER), {}
 for name, fields in (("messages", ("messages",)), ("completions", ("prompt", "completion")), ("dpo", ("prompt", "chosen", "rejected"))):
     made = []
-    for record in read(name):
+    for record in records[name]:
         example = {field: record[field] for field in (*fields, "tools")}
         assert is_conversational(example)
         made.append(maybe_apply_chat_template(example, tokenizer))
     result[name] = made
-rows = [{field: row[field] for field in ("input_ids", "labels", "assistant_masks")} for row in read("tokens")]
+rows = [{field: row[field] for field in ("input_ids", "labels", "assistant_masks")} for row in records["tokens"]]
 batch = DataCollatorForLanguageModeling(pad_token_id=0)(rows)
 result["labels"] = [got.tolist()[: len(row["labels"])] == row["labels"] for got, row in zip(batch["labels"], rows)]
 result["rest"] = [set(got.tolist()[len(row["labels"]) :]) <= {-100} for got, row in zip(batch["labels"], rows)]
-json.dump(result, sys.stdout)
-"""
-
-
-@pytest.fixture(scope="module")
-def python() -> str:
-    return str(parts.ensure(PART) / "bin" / "python")
-
-
-async def test_trl_reads_exports(python: str, tmp_path: Path) -> None:
-    recording = Recording(tmp_path / "data", tmp_path / "out", {})
-    recording.out.mkdir()
-    await record_rollouts(recording)
-    for name, format, form in (
-        ("messages", "sft", "messages"),
-        ("completions", "sft", "completions"),
-        ("tokens", "sft", "tokens"),
-        ("dpo", "dpo", "messages"),
-    ):
-        recording.export(format, form=form)
-        (recording.out / "out.jsonl").rename(recording.out / f"{name}.jsonl")
-    command = [python, "-c", READER, str(recording.out), str(real_tokenizer("qwen3"))]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    read = json.loads(done.stdout)
-    whole = next(record["text"] for record in read["messages"] if "It says hello." in record["text"])
-    assert '{"name": "read_file", "arguments": {"path": "a"}}' in whole and "<tool_response>\nhello" in whole
-    assert any(record["completion"].endswith("It says hello.<|im_end|>\n") for record in read["completions"])
-    assert any("I do not know." in record["rejected"] and "read_file" in record["chosen"] for record in read["dpo"])
-    assert len(read["labels"]) == 6 and all(read["labels"]) and all(read["rest"])
-
-
-# Each program reads the records from standard input and prints what the trainer made of them.
-LOADERS = {
+""",
     "verl": """
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 names = AgentLoopOutput.model_fields.keys()
@@ -110,33 +73,62 @@ for record in records:
 }
 
 
+# One process runs all programs, because they share slow imports such as that of torch.
+LOAD_ALL = """
+import json, sys, traceback
+exports, programs, names = json.load(sys.stdin)
+loaded = {}
+for format, program in programs.items():
+    scope = {"records": exports[format], "result": [], **names}
+    try:
+        exec(program, scope)
+        loaded[format] = {"result": scope["result"]}
+    except BaseException:
+        loaded[format] = {"error": traceback.format_exc()}
+json.dump(loaded, sys.stdout)
+"""
+
+
+Load = Callable[[str], tuple[list[Json], Any, Json]]
+
+
 @pytest.fixture(scope="module")
-def load(python: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[Json], list[Json], Json]]:
-    """Export a recording in a format. Return the rows with a reward, the records, and what the trainer's own package made of them."""
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """Return the rows with a reward of a recording, its records in a format, and what the trainer's own package made of them."""
     folder = tmp_path_factory.mktemp("loaders")
     recording = Recording(folder / "data", folder / "out", {})
     recording.out.mkdir()
     asyncio.run(record_rollouts(recording))
     rows, _ = recording.export("rows", unscored="drop")
-    site = str(parts.ensure("trainers"))
+    exports: Json = {name: recording.export(name, unscored="drop")[0] for name in ("verl", "slime", "areal", "tinker")}
+    exports["trl"] = {form: recording.export("sft", form=form)[0] for form in ("messages", "completions", "tokens")}
+    exports["trl"]["dpo"], _ = recording.export("dpo", form="messages")
+    done = subprocess.run(
+        [str(parts.ensure("trl") / "bin" / "python"), "-c", LOAD_ALL],
+        input=json.dumps([exports, LOADERS, {"FIELDS": FIELDS, "TOKENIZER": str(real_tokenizer("qwen3"))}]),
+        capture_output=True,
+        text=True,
+        timeout=scaled(240),
+        env={**os.environ, "PYTHONPATH": str(parts.ensure("trainers")), "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaded = json.loads(done.stdout[done.stdout.rindex("\n") + 1 if "\n" in done.stdout else 0 :])
 
-    def run(format: str) -> tuple[list[Json], list[Json], Json]:
-        records, _ = recording.export(format, unscored="drop")
-        program = f"import json, sys\nFIELDS = {FIELDS}\nrecords, result = json.load(sys.stdin), []\n{LOADERS[format]}"
-        program += "\njson.dump(result, sys.stdout)"
-        done = subprocess.run(
-            [python, "-c", program],
-            input=json.dumps(records),
-            capture_output=True,
-            text=True,
-            timeout=scaled(240),
-            env={**os.environ, "PYTHONPATH": site, "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
-            cwd=folder,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return rows, records, json.loads(done.stdout[done.stdout.rindex("\n") + 1 if "\n" in done.stdout else 0 :])
+    def get(format: str) -> tuple[list[Json], Any, Json]:
+        assert "error" not in loaded[format], loaded[format]["error"]
+        return rows, exports[format], loaded[format]["result"]
 
-    return run
+    return get
+
+
+def test_trl_reads_exports(load: Load) -> None:
+    _, _, read = load("trl")
+    whole = next(record["text"] for record in read["messages"] if "It says hello." in record["text"])
+    assert '{"name": "read_file", "arguments": {"path": "a"}}' in whole and "<tool_response>\nhello" in whole
+    assert any(record["completion"].endswith("It says hello.<|im_end|>\n") for record in read["completions"])
+    assert any("I do not know." in record["rejected"] and "read_file" in record["chosen"] for record in read["dpo"])
+    assert len(read["labels"]) == 6 and all(read["labels"]) and all(read["rest"])
 
 
 def find_row(rows: list[Json], record: Json, field: str) -> Json:
@@ -152,10 +144,6 @@ def fill(row: Json) -> list[float]:
     return [logprob if trained else 0.0 for logprob, trained in zip(row["logprobs"], row["mask"], strict=True)]
 
 
-Load = Callable[[str], tuple[list[Json], list[Json], Json]]
-
-
-@pytest.mark.needs("trainers")
 def test_verl_loads_export(load: Load) -> None:
     rows, records, loaded = load("verl")
     assert len(loaded) == len(records) == len(rows) > 3
@@ -170,7 +158,6 @@ def test_verl_loads_export(load: Load) -> None:
         )
 
 
-@pytest.mark.needs("trainers")
 def test_miles_loads_slime_export(load: Load) -> None:
     rows, records, loaded = load("slime")
     assert len(loaded) == len(records) == len(rows) > 3
@@ -185,7 +172,6 @@ def test_miles_loads_slime_export(load: Load) -> None:
         assert sample["versions"] == [str(span["version_start"]) for span in row["spans"] if span["trained"]]
 
 
-@pytest.mark.needs("trainers")
 def test_areal_loads_export(load: Load) -> None:
     rows, records, loaded = load("areal")
     assert len(loaded["rewards"]) == len(records) == len(rows) > 3
@@ -203,7 +189,6 @@ def test_areal_loads_export(load: Load) -> None:
                 assert {*of["versions"][span["start"] : span["end"]]} == {span["version_start"]}
 
 
-@pytest.mark.needs("trainers")
 def test_tinker_loads_export(load: Load) -> None:
     rows, records, loaded = load("tinker")
     assert len(loaded) == len(records) == len(rows) > 3
