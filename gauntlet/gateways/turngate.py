@@ -54,8 +54,8 @@ class Turngate(Gateway):
     settings: dict[str, Any] = {"sampling": {"temperature": 1.0}}  # as in training, whatever the agent asks for
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-        self._data = folder / "data"
-        command = [sys.executable, "-m", "turngate", "serve", "--port", str(self.port), "--data", str(self._data)]
+        self.data = folder / "data"
+        command = [sys.executable, "-m", "turngate", "serve", "--port", str(self.port), "--data", str(self.data)]
         command += ["--engine", "vllm", "--engine-url", engine_url, "--model", MODEL]
         command += ["--tokenizer", str(model_folder()), *_FEATURE_OPTIONS.get(self.feature, ())]
         self._engine_url = engine_url
@@ -106,7 +106,7 @@ class Turngate(Gateway):
         async with http.put(f"{path}/outcome", json=outcome, headers=_ADMIN) as response:
             if response.status != 200:
                 raise ValueError(f"PUT …/outcome: {await response.text()}")
-        return await deliver(self.feature, self._data, self._engine_url)
+        return await deliver(self.feature, self.data, self._engine_url)
 
     async def causes(self, session: Session, nodes: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], str]:
         """Return the recorded cause of every turn at which the tree forks."""
@@ -132,12 +132,7 @@ class TurngateDrop(Turngate):
     settings = {**Turngate.settings, "thinking": "drop"}
 
     async def causes(self, session: Session, nodes: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], str]:
-        command = [sys.executable, "-m", "turngate", "verify", session.id, "--data", str(self._data), "--json"]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=_ROOT)
-        out, _ = await process.communicate()
-        if not out:
-            raise CannotStart(f"turngate verify failed with exit code {process.returncode}")
-        causes = {fork["node"]: fork["cause"] for fork in _first_session(json.loads(out))["forks"]}
+        causes = {fork["node"]: fork["cause"] for fork in (await self.verify(session))["forks"]}
         return {
             tuple(node["ids"]): _CAUSES.get(causes[place], causes[place])
             for node in nodes
@@ -145,6 +140,15 @@ class TurngateDrop(Turngate):
             for place in (node["id"], node["parent"])
             if place in causes
         }
+
+    async def verify(self, session: Session) -> dict[str, Any]:
+        """Return what `turngate verify` prints for a session."""
+        command = [sys.executable, "-m", "turngate", "verify", session.id, "--data", str(self.data), "--json"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=_ROOT)
+        out, _ = await process.communicate()
+        if not out:
+            raise CannotStart(f"turngate verify failed with exit code {process.returncode}")
+        return _first_session(json.loads(out))
 
 
 def _first_session(data: Any) -> dict[str, Any]:
