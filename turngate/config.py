@@ -170,8 +170,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_loaded_mb: Annotated[
         float,
         _about(
-            "Evict the least recently used sessions while the traces in memory and the calls in flight take more than this many "
-            "MB, in each worker and project; 0 sets no limit.",
+            "Memory limit in MB for the traces and calls in flight of each project in each worker. Above it, the least recently used "
+            "sessions are evicted; 0 sets no limit.",
             LIMITS,
         ),
     ] = 0.0

@@ -124,11 +124,11 @@ async def check_feed(feeds: Feeds, old_reader: str, old_mark: str) -> None:
         await read(feeds, old_reader, 1)
     with pytest.raises(
         Conflict,
-        match=r"newest delivery is 2 and the last committed one is 0.*'after' set to the number in your checkpoint",
+        match=r"newest delivery is now 2, and the last committed one is 0.*'after' set to the number in your checkpoint",
     ):
         feeds.take_over("f")
     with pytest.raises(
-        Conflict, match=r"ends with delivery 1, but the checkpoint is at delivery 2.*Continue with after=1"
+        Conflict, match=r"checkpoint is at delivery 2, but only numbers up to 1 still refer.*Continue with after=1"
     ):
         feeds.take_over("f", 2, old_mark)
     view, reader = feeds.take_over("f", 1, old_mark)

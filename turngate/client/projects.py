@@ -23,7 +23,10 @@ class ProjectClient(GatewayTransport):
         return await self._request("PUT", f"/admin/projects/{quote(name, safe='')}", ProjectView, settings)
 
     async def delete_project(self, name: str, *, force: bool = False) -> None:
-        """Delete a project with its keys and data. With `force`, delete it even if it has sessions that are open or not shipped yet."""
+        """Delete a project with its keys and data.
+
+        With `force`, delete it even if it has sessions that are open, or that a cell has not shipped yet.
+        """
         query = "?force=true" if force else ""
         await self._request("DELETE", f"/admin/projects/{quote(name, safe='')}{query}", DeletedProject)
 

@@ -130,7 +130,7 @@ async def _cancel_all() -> None:
 
 
 class _RunningTask(Generic[T]):
-    """A task in the loop for which another thread is waiting.
+    """A task that runs in the loop while another thread waits for it.
 
     The waiting thread blocks on a plain lock, which the loop releases when the task ends. With a condition or a future, a signal could
     interrupt the waiting thread while it holds an internal lock that the loop needs.

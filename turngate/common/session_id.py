@@ -10,7 +10,7 @@ LAST = "last"
 
 
 def resolve_session_id(wanted: str, known: Sequence[str]) -> str:
-    """Return the session id that `wanted` names. `known` lists the most recent ids, newest first.
+    """Return the session id that `wanted` names: an id, a prefix of one, or `last`. `known` lists the most recent ids, newest first.
 
     Raise `NotFound` if no id matches, or if `wanted` is a prefix of several.
     """

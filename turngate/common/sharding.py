@@ -24,7 +24,10 @@ def slot_of(name: str) -> int:
 
 
 def new_secret(session_id: str, project: str = "") -> str:
-    """Return a new secret: the session's slot, 32 random bytes, and the project, if any. The slot reveals no more than the session's id."""
+    """Return a new secret: the session's slot, 32 random bytes, and the project, if any.
+
+    The slot reveals no more than the session's id does.
+    """
     secret = f"tg-{slot_of(session_id):04x}{secrets.token_urlsafe(32)}"
     return f"{secret}.{project}" if project else secret
 

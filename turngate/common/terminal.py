@@ -1,4 +1,4 @@
-"""Print to the terminal. Text is not interpreted as markup. Sanitize text from agents and models before printing it."""
+"""Print to the terminal. Text is not interpreted as markup. Callers must sanitize text from agents and models themselves."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _EXCESS_SHARE = 1 / 16  # part of `max_loaded_mb` that may be loaded before the 
 class Evictor:
     """Evicts sessions that have had no call for `rest_s` seconds, and the least recently used ones if more than `max_loaded_mb` is loaded.
 
-    If one of them is 0, that limit does not apply.
+    A value of 0 sets no limit.
     """
 
     def __init__(self, store: Store, sessions: Sessions, rest_s: float, max_loaded_mb: float = 0) -> None:

@@ -153,7 +153,7 @@ class Feeds:
         if after is None:
             if self._restores.is_unconfirmed(row.key):
                 raise Conflict(
-                    f"{restored}. In the backup, the newest delivery is {row.newest} and the last committed one is {row.committed}; later "
+                    f"{restored}. The feed's newest delivery is now {row.newest}, and the last committed one is {row.committed}; later "
                     f"commits may be lost. Open the feed with 'after' set to the number in your checkpoint, or to {row.committed} if "
                     "nothing later was trained",
                     param="after",
@@ -162,12 +162,14 @@ class Feeds:
         marked = parse_history(mark)
         last = row.newest if not mark or marked == history else self._restores.last_number(row.key, marked)
         if last is None or after > last:
-            known = (
-                "which does not contain the feed of this mark" if last is None else f"which ends with delivery {last}"
+            problem = (
+                "its mark is unknown to this store, so numbers may now refer to other deliveries"
+                if last is None
+                else f"only numbers up to {last} still refer to the same deliveries"
             )
             start = row.committed if last is None else last
             raise Conflict(
-                f"{restored}, {known}, but the checkpoint is at delivery {after}; numbers after {start} now refer to other deliveries. "
+                f"{restored}. The checkpoint is at delivery {after}, but {problem}. "
                 f"Rollouts that may already have been trained are delivered without rows. Continue with after={start} and the mark "
                 f"{_view(row, history).mark!r}",
                 param="after",

@@ -96,7 +96,8 @@ class SlicedReader:
     async def read(self, row: SessionRow) -> Session:
         """Read a session with its whole trace. Raise `StoreError` if the trace cannot be read.
 
-        The slices are separate transactions. If the session may have been deleted between them, check with `find_row` that it still exists.
+        The slices are separate transactions. The session may be deleted between them, so callers must check afterwards
+        with `find_row` that it still exists.
         """
         loading = SessionLoading(row, self._store.refusals.find(row.key))
         await self._slicer.run(partial(self._store.continue_loading, loading))

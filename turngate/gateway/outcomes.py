@@ -46,7 +46,10 @@ class OutcomeRecorder:
         self._require_lease = require_lease
 
     def has_turn_rewards(self, session_id: str, outcome: RecordedOutcome) -> bool:
-        """Return whether the outcome or a host tool of its session gives rewards to turns. If so, call `complete_turn_rewards`."""
+        """Return whether the outcome or a host tool of its session gives rewards to turns.
+
+        If so, the caller must complete the outcome with `complete_turn_rewards` before it calls `record`.
+        """
         row = self._sessions.find_row(session_id)
         gives_rewards = any(tool.reward is not None for tool in row.config.tools)
         return bool(outcome.turn_rewards) or (gives_rewards and outcome.reward is not None)

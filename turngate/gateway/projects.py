@@ -53,7 +53,7 @@ class Projects:
         *,
         read_only: bool = False,
     ) -> None:
-        """`count_unfinished` returns how many sessions of a project are open or not shipped yet."""
+        """`count_unfinished` returns how many sessions of a project are open, or are in a cell that has not shipped them yet."""
         self._table = table
         self._audit = audit
         self._count_unfinished = count_unfinished
@@ -95,8 +95,8 @@ class Projects:
         unfinished = self._count_unfinished(name)
         if unfinished and not force:
             raise Conflict(
-                f"project {name!r} has sessions that are open or not shipped yet ({unfinished}); seal or cancel the open ones and wait "
-                "until all are shipped, or set 'force' to delete the project anyway",
+                f"project {name!r} has sessions that are open, or that a cell has not shipped yet ({unfinished}); seal or cancel the open "
+                "ones and wait until cells have shipped theirs, or set 'force' to delete the project anyway",
                 param="force",
             )
         details = {"unfinished_sessions": unfinished, "force": force}

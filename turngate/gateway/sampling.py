@@ -15,9 +15,10 @@ _TRAINING_TEMPERATURE = 1.0
 
 
 def pin_for_training(sampling: Mapping[str, Json], mode: Mode, bias: str = "neutral") -> dict[str, Json]:
-    """Return `sampling` with a temperature added for training unless it has one, because many agents ask for temperature 0.
+    """Return the session's `sampling`, with a temperature for training added if it has none.
 
-    Nothing is added for an observed endpoint, or for a session that records the sampling that the agent asks for.
+    Without it, the agent's temperature would apply, and many agents ask for 0. Nothing is added for an observed endpoint, or for a session
+    that records the sampling that the agent asks for.
     """
     if mode == "observe" or bias == "record":
         return dict(sampling)
@@ -48,7 +49,10 @@ def find_constraint_bias(call: Call) -> tuple[str, ...]:
 
 
 def count_room(session: Session, call: Call, size: int, max_context: int | None) -> int:
-    """Return the number of tokens that may be sampled after a prompt of `size` tokens. The prompt itself must fit within every limit."""
+    """Return the number of tokens that may be sampled after a prompt of `size` tokens.
+
+    The caller must already have checked that the prompt itself fits.
+    """
     limit = session.config.limits.context_tokens
     requested = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
     room = [

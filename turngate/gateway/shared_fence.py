@@ -105,7 +105,7 @@ def _refusal() -> Conflict:
 
 
 class FenceFollower:
-    """Makes the fence of one process of a cell follow the fence of the shared store. Its reports also carry the process's calls by project.
+    """Makes the fence of one process of a cell follow the fence of the shared store. Its reports also count the process's calls by project.
 
     `connect` opens the table of the shared fence. `abort_calls` aborts the calls in flight when the cell may no longer serve.
     """

@@ -53,7 +53,7 @@ class SharedUpdates(WeightUpdates):
         return await super().load(load, mode, limit_s)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the listed replicas, healthy ones first, because the others load the weights only if the first one accepts them."""
+        """Return the listed replicas, healthy ones first, because the whole update fails if the first replica rejects the weights."""
         if self._local is not None:
             await self._local.sync()
         healthy = {health.url for health in await self._replicas.health() if health.ok}

@@ -1,6 +1,6 @@
 """Weight updates: hold calls at the fence, load weights into the engines and resume at the new version, or roll back on failure.
 
-    pause   hold: new calls wait · drain: also wait for calls in flight to end · keep: also freeze calls in flight in the engines
+    pause   make new calls wait (mode hold); drain also waits until calls in flight have ended, and keep freezes them in the engines
     load    into one replica first, then into the others (`replicas.py`)
     resume  record the version, then let calls through
 
@@ -147,7 +147,7 @@ class WeightUpdates:
             self._fence.version,
             ""
             if left == math.inf
-            else f", or wait {left:.0f} s until the pause expires and calls resume at that version",
+            else f", or wait {left:.0f} s until the pause expires and calls resume at the current version",
         )
         if left < math.inf:
             self._start_timer(left)

@@ -35,7 +35,7 @@ PROGRESS_S = 2.0  # seconds between progress reports
 INSTRUCTIONS = (
     "Runs coding agents on tasks in sandboxes, records every token that their model samples, and grades their work. "
     "list_endpoints lists the models. run_rollout does everything in one call; start_rollout, get_state, get_messages, subscribe_events, "
-    "abort_rollout and finalize_rollout do it step by step. A rollout continues when its caller disconnects."
+    "abort_rollout and finalize_rollout do it step by step. A rollout continues if the call that waits for it ends early."
 )
 Context = ServerRequestContext[Any]
 

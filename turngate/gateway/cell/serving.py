@@ -94,7 +94,10 @@ class LeasedFence(Fence):
 
 
 class ServingGuard:
-    """Interrupts and resumes this worker's calls as the lease changes, and cancels the sessions of lost ids, while `run` is running."""
+    """While `run` is running, aborts this worker's calls when the lease lapses, and lets waiting calls through when it is held again.
+
+    Also cancels the sessions of lost ids.
+    """
 
     def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:
         self.permit = permit

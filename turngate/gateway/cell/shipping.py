@@ -33,10 +33,13 @@ class ShipmentTarget(Protocol):
         """Register open sessions as attempts that this cell is running. Return the ids of the sessions whose attempts are superseded."""
 
     def find_history(self, position: ShippingPosition) -> str:
-        """Return the id of the shared store's history, which changes when the store is restored from a backup."""
+        """Return the id of the shared store's history, which changes when the store is restored from a backup.
+
+        If the session that the cell shipped last (in `position`) is missing, the store was restored, and gets a new history now.
+        """
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the ids of the sessions that the shared store lacks.
+        """Return the ids of the sessions that the shared store does not have, or has without their newest event.
 
         Each item of `sessions` is a session id and the number of that session's newest event.
         """
