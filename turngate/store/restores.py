@@ -1,4 +1,4 @@
-"""Record that a store was restored from an older backup, so that feeds and cells do not repeat earlier deliveries.
+"""Record that a store was restored from an older backup, so that no session is trained on twice.
 
 Each restore starts a new *history* of the store, with a random name. A delivery number from an earlier history means the same delivery only
 up to the newest number in the backup. Sessions that a cell ships again may already have been trained on. Feeds therefore deliver them
@@ -44,10 +44,10 @@ class RestoreLog:
         return "" if row is None else str(row[0])
 
     def note(self, known: str) -> str:
-        """Record that the store was restored, and return the name of the new history.
+        """Record that the store was restored, which starts a new history. Return the name of the current history.
 
         If the current history is not `known`, another process has already recorded the restore, and nothing changes. Otherwise, all feeds
-        lose their readers. A trainer must then reopen its feed at the position of its checkpoint.
+        lose their readers. Each trainer must then reopen its feed at the position of its checkpoint.
         """
         new = secrets.token_hex(4)
         with self._writing() as db:

@@ -83,7 +83,7 @@ class NodeMessages:
     def tools_or_error(self, context: StoredContext) -> tuple[Tool, ...] | str:
         """Return the tools that a context offers, or an error message.
 
-        Tools that several dialects sent are stored only once, in the form of the first dialect.
+        Tools that were sent in several dialects are stored only once, in the form of the first.
         """
         digest = context.info.preamble
         stored = self._session.preambles.get(digest)

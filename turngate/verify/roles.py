@@ -44,7 +44,7 @@ def _read_stated_role(signals: StoredCallSignals) -> str:
 
 
 def _is_superseded(turn: StoredTurn) -> bool:
-    """Return whether a turn without a continuation was not delivered, was retried, or was replaced by another answer."""
+    """Return whether a turn is superseded: it has no continuation, and was undelivered, retried, or replaced by another answer."""
     if turn.children:
         return False
     others = [answer for answer in turn.parent.children if answer is not turn]
@@ -157,9 +157,9 @@ class _Roots:
         return found
 
     def _may_summarize(self, turn: StoredTurn, shortened: StoredContext) -> bool:
-        """Return whether the first turn of a conversation may summarize an earlier conversation.
+        """Return whether `turn`, the first turn of its conversation, may summarize an earlier conversation.
 
-        Its conversation must quote the earlier one, or lack the tools that the shortened conversation has.
+        Its conversation must quote the earlier one, or have no tools although the earlier one and `shortened` have some.
         """
         lacks_tools = offers_tools(shortened, self._messages) and not offers_tools(turn.parent, self._messages)
         for root in self.all:

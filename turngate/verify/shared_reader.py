@@ -1,4 +1,4 @@
-"""Read a shared store in PostgreSQL with independent code, which shares nothing with the gateway's store."""
+"""Read a shared store in PostgreSQL with code that is independent of `turngate/store`."""
 
 from __future__ import annotations
 

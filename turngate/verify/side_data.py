@@ -70,15 +70,11 @@ class StoredSideArrays:
                 return f"its side data {facts.name} is stored with {stored}, but listed with type {facts.dtype} and shape {shape}"
             found = _read_piece(piece.data, facts)
             if found is None:
-                return (
-                    f"its side data {facts.name}, from token {start + at} of the path on, is not stored as whole values"
-                )
+                return f"its side data {facts.name}, starting at token {start + at} of the path, is not stored as whole values"
             assert isinstance(piece.data, bytes)
             label = f"{piece.node}/{piece.name}/{piece.first}/{piece.dtype}/{piece.shape}".encode()
             if zlib.crc32(label + piece.data) != piece.checksum:
-                return (
-                    f"its side data {facts.name}, from token {start + at} of the path on, does not match its checksum"
-                )
+                return f"its side data {facts.name}, starting at token {start + at} of the path, does not match its checksum"
             sizes.append(found[0])
             parts.append(found[1])
             at += len(found[0])
@@ -217,8 +213,9 @@ def _check_column(
         due[begin : begin + len(found)], recorded[begin : begin + len(found)] = found, True
     missing = np.flatnonzero(recorded != given)
     first = missing[0] if len(missing) else 0
-    text = f"token {first} of its row has side data {name} that was not recorded, or lacks side data {name} that was"
-    if check.expect(not len(missing), text, node=leaf):
+    is_extra = bool(given[missing[:1]].any())
+    problem = f"has side data {name} that was not recorded" if is_extra else f"lacks the recorded side data {name}"
+    if check.expect(not len(missing), f"token {first} of its row {problem}", node=leaf):
         wrong = np.flatnonzero((due[given] != values).any(axis=tuple(range(1, values.ndim))))
         at = int(np.flatnonzero(given)[wrong[0]]) if len(wrong) else 0
         check.expect(not len(wrong), f"token {at} of its row does not have the recorded side data {name}", node=leaf)

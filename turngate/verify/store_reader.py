@@ -427,7 +427,7 @@ _SETTING = "SELECT value FROM settings WHERE name=?"
 _PROGRESS = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
 
 
-_NO_WAL = "; if it is a copy, also copy turngate.db-wal from the same folder as the original"
+_NO_WAL = "; if it is a copy, also copy turngate.db-wal from the original folder"
 
 
 class SessionReader:
