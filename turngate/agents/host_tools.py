@@ -83,7 +83,7 @@ def build_shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
     if not _VARIABLE.fullmatch(base_url_var):
         raise AgentError(f"{base_url_var!r} is not a valid environment variable name")
     schema = msgspec.json.format(msgspec.json.encode(tool.schema), indent=2).decode()
-    usage = f"usage: {tool.name} '{{…}}'\n{tool.description}\n\nThe arguments, a JSON object:\n{schema}"
+    usage = f"usage: {tool.name} '{{…}}'\n{tool.description}\n\nThe arguments must be one JSON object with this schema:\n{schema}"
     return f"""#!/bin/sh
 case ${{1-}} in -h|--help) printf '%s\\n' {shlex.quote(usage)}; exit 0 ;; esac
 if [ $# -gt 1 ]; then echo {shlex.quote(f"{tool.name}: pass one JSON object, in quotes; see --help")} >&2; exit 2; fi

@@ -183,6 +183,6 @@ def _check_passable(spec: AgentSpec, command: tuple[str, ...], env: Mapping[str,
         if (size := len(word.encode("utf-8", "surrogatepass"))) > MAX_ARGUMENT_BYTES:
             raise AgentError(
                 f"{spec.name}: {field} is {size} bytes long, but the limit is {MAX_ARGUMENT_BYTES}; "
-                "shorten it, or change the agent's description to pass the prompt on stdin or in {prompt_file}",
+                "shorten it, or, if it contains the prompt, change the agent's description to pass the prompt on stdin or in {prompt_file}",
                 param=field,
             )

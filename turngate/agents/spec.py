@@ -82,9 +82,9 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     - `none`: every part is a turn.
     - `id`: parts with the same id form a turn. A part without an id belongs to the part before it.
     - `last`: of all parts with the same id, the last one is the turn.
-    - `end`: all parts up to a record for which the expression `end` returns a value form a turn. The value is the turn's id. At a
-      record for which the expression `begin` returns a value, unfinished parts are dropped, because they belong to a different
-      conversation.
+    - `end`: a turn consists of all parts up to and including a record for which the expression `end` returns a value, which is the
+      turn's id. At a record for which the expression `begin` returns a value, unfinished parts are dropped, because they belong to a
+      different conversation.
     """
 
     path: str = ""  # a glob pattern below HOME
@@ -364,7 +364,7 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 
 
 def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
-    """Yield each field that would expose the key, or that gives a file an invalid path or mode, with a message.
+    """For each field that would expose the key or that gives a file an invalid path or mode, yield its name and a message.
 
     Other processes can read command lines, and other users can read files unless their mode forbids it.
     """

@@ -88,7 +88,7 @@ def compare_turns(
 
     The transcript must contain the turns in `trace`. It may also contain the turns in `side`, such as summaries, which only some agents
     record. Text is compared without surrounding whitespace, and arguments as parsed JSON. Reasoning is compared only if the transcript
-    contains it. The calls of a turn may be in any order, because agents record calls when they finish. Set `fills_in` if the agent adds
+    contains it. The calls of a turn may be in any order, because agents record each call when it finishes. Set `fills_in` if the agent adds
     arguments that the model left out.
     """
     trace_shapes = [_shape(turn) for turn in trace]

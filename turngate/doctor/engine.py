@@ -205,7 +205,9 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
         return warning(
             f"{name}: log-probabilities are from before temperature and truncation (raw), "
             "so they are correct only at temperature 1 without truncation",
-            "start vLLM with --logprobs-mode processed_logprobs" if name.startswith("vllm") else "keep temperature 1",
+            "start vLLM with --logprobs-mode processed_logprobs"
+            if name.startswith("vllm")
+            else "use temperature 1 without truncation",
         )
     return warning(
         f"{name}: log-probabilities are from after temperature but before truncation, "

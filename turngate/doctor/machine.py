@@ -140,7 +140,7 @@ def _check_shared_store(data: str) -> CheckOutcome:
 
 
 def _check_data_folder(folder: Path) -> list[CheckOutcome]:
-    """Check a data folder. Tests that write use a temporary subfolder, because a gateway may be using the folder itself."""
+    """Check a data folder. Write only to a temporary subfolder, because a gateway may be using the folder itself."""
     parent = _nearest_folder(folder)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".turngate-doctor-", dir=parent)

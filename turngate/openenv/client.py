@@ -45,8 +45,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
     """A client with OpenEnv's `reset`, `step` and `state`, and a method for each tool.
 
-    Methods that wait for a rollout without a time limit poll the server, so the timeouts of proxies do not affect them. They reconnect if
-    the connection breaks. A rollout continues if its caller stops waiting; `abort_rollout` ends it.
+    A method that waits until a rollout has ended, without a limit on the wait, polls the server, so the timeouts of proxies do not affect
+    it. It reconnects if the connection breaks. A rollout continues if its caller stops waiting; `abort_rollout` ends it.
 
     Invalid arguments raise a `BadRequest` whose `param` names the argument. A problem with a rollout is reported in its result.
     """

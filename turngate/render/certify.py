@@ -84,7 +84,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def uncertified(self) -> dict[Transition, str]:
-        """The transitions that have no bridge, or one that differs from a render of the whole conversation, each with the reason."""
+        """The transitions that have no bridge or whose bridge differs from a render of the whole conversation, each with the reason."""
         return {f.transition: f.detail for f in reversed(self.findings) if f.verdict == "differs" and f.transition}
 
     @property
@@ -110,7 +110,7 @@ class Certificate(msgspec.Struct, frozen=True):
         """Explain what happens at the uncertified transitions. A hand-written renderer uses its own bridge even there."""
         where = self.describe_uncertified()
         if self.renderer == TEMPLATE_RENDERER:
-            return f"the conversation is rendered in full, and the trace may fork, at {where}"
+            return f"at some transitions ({where}), the conversation is rendered in full, and the trace may fork"
         return (
             f"at some transitions ({where}), the hand-written renderer {self.renderer} has no bridge, so the trace may fork, or its bridge "
             "differs from a render of the whole conversation"

@@ -1,6 +1,6 @@
 """The `Renderer` interface, and `TemplateRenderer`, which implements it for any chat template.
 
-A renderer turns a conversation into prompt ids and sampled ids into reply events. It also builds bridges, which are the ids from one turn
+A renderer turns a conversation into prompt ids, and sampled ids into reply events. It also builds bridges, which are the ids from one turn
 to the next. `TemplateRenderer` derives the bridges from the template. A transition has no bridge if the bridge would differ from a
 render of the whole conversation. `families.py` adapts hand-written renderers to the interface.
 """
@@ -304,7 +304,8 @@ class TemplateRenderer:
     ) -> tuple[int, str] | str | None:
         """Return the closing token of the last turn, and the text that the template writes after it for the new messages.
 
-        If this kind of transition has no bridge, return the reason. Return None if the template does not write these messages.
+        If this kind of transition has no bridge, return the reason. Return None if the template rejects the new messages or does not write
+        them after the turn.
         """
         if len(new) > _MAX_FORM_MESSAGES:
             few = _thin_out(new)
@@ -394,7 +395,7 @@ class TemplateRenderer:
         """Find the text that the template writes around new messages of this shape, if it writes their contents unchanged.
 
         The form is tested with contents that templates are likely to change, and with different call ids and names. Return None if a test
-        fails. Such messages must be rendered every time.
+        fails; messages of this shape must then be rendered every time.
         """
         holes = [f"turngateHOLE{n}END" for n in range(len(new))]
         found = self._render_after(last.message, last.system, _replace_contents(new, holes, "a"), tools, kwargs)

@@ -48,7 +48,10 @@ def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[
 
 
 def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
-    """Merge the system message into the user message directly after it, or else turn it into one, for templates without system messages."""
+    """Merge the system message into the user message directly after it. If there is none, turn the system message into a user message.
+
+    This is for templates without system messages.
+    """
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
             return [Message("user", f"{system.content}\n\n{user.content}"), *rest]
@@ -59,9 +62,10 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Append each later system message to the system or user message before it, or else turn it into a user message.
+    """Move each system message that does not start the conversation into a user message.
 
-    This is for templates that leave out or move a system message in the middle of a conversation.
+    It is appended to the message directly before it if that is a system or user message, and otherwise becomes a user message itself. This
+    is for templates that leave out or move a system message in the middle of a conversation.
     """
     out: list[Message] = []
     for message in messages:
@@ -110,7 +114,7 @@ def _append_text(message: Message, text: str) -> Message:
 
 
 def shorten_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace each call id that is not nine letters and digits with one derived from it, for templates that require this form."""
+    """Replace each call id that does not consist of nine letters and digits with a derived id that does, for templates that need this."""
     return [
         msgspec.structs.replace(
             message,

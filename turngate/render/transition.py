@@ -76,8 +76,8 @@ def find_difference(
 ) -> BridgeDifference | None:
     """Compare a bridge with a render of the whole conversation. The bridge follows the last assistant turn of `messages`.
 
-    `bridge` starts with the closing token. Return None if the template writes the same text after that turn, and if it writes the same text
-    before each turn as in the prompt of that turn. Raise `BadRequest` if the template rejects the conversation.
+    `bridge` starts with the closing token. Return None if the template writes exactly this text after that turn and, before each turn, the
+    same text as in the prompt of that turn. Raise `BadRequest` if the template rejects the conversation.
     """
     after = write_after_turn(text, stops, messages)
     if isinstance(after, BridgeDifference):

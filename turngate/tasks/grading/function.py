@@ -68,9 +68,9 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Run a command in a fresh sandbox with a copy of the work, and kill processes that it leaves running.
+        """Run a command in a sandbox with a copy of the work, and kill processes that the command leaves running.
 
-        All calls use the same sandbox.
+        The first call creates the sandbox, and later calls use the same one.
         """
         return await self._sandbox_owner.exec(command, env, stdin, timeout_s)
 
@@ -235,7 +235,7 @@ def _load_function(task: Task, name: str) -> Callable[[Subject], Any]:
     except Exception as error:  # the task's own code
         raise TaskError(
             f"task: {task.id}: the grader {name} cannot be loaded ({type(error).__name__}: {error}); "
-            "specify module:function or file.py:function",
+            "correct its code, or specify an existing module:function or file.py:function",
             param="grader",
         ) from error
     if not callable(function):

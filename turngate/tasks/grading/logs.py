@@ -249,7 +249,8 @@ def _find_foreign_parser(name: str) -> ForeignParser:
         return ForeignParser("repo", rest.lower())
     names = available.repos if kind == "swebench" and "/" in rest else available.parsers
     raise TaskError(
-        f"log_parser: swebench has no parser for {rest!r}; use one of: {', '.join(names)}, or 'pytest' for pytest's output",
+        f"log_parser: swebench has no parser for {rest!r}; use {kind}:NAME with one of these names: {', '.join(names)}; "
+        "or use 'pytest' for pytest's output",
         param="log_parser",
     )
 

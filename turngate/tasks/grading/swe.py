@@ -218,7 +218,7 @@ class _TestFiles:
 
 
 def _shadowing_parts(parts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each part of a path that has the name of a pytest or Python module, with the path up to it."""
+    """Return the parts of a path that are named like a pytest or Python module, each with the path up to and including it."""
     return [
         (part, "/".join(parts[: n + 1]))
         for n, part in enumerate(parts)

@@ -38,7 +38,7 @@ NO_TURNS = RecordedTurns()
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy of an agent's working folder on the host, made after all of the agent's processes had ended."""
+    """A copy on the host of an agent's working folder, made after all of the agent's processes had ended."""
 
     folder: Path  # the copy; none of its links point outside
     left_out: tuple[str, ...] = ()  # files that could not be copied, each with the reason

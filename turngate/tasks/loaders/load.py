@@ -176,7 +176,7 @@ def _row_candidate(row: object, where: str, beside: Path | None) -> Candidate:
 
 
 def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
-    """Build a task from a row in our own format or from a SWE data set. `where` names the file and row in messages."""
+    """Build a task from a row, which is in our own format or belongs to a SWE data set. `where` names the file and row in messages."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
     if not isinstance(row, Mapping):

@@ -376,7 +376,7 @@ def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
 
 
 def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
-    """Read the configuration of an older SWE-bench row from the `swebench` package, which contains it up to version 4."""
+    """Read the configuration of an older SWE-bench row from the `swebench` package, whose versions before 5 contain it."""
     missing = (
         f"is missing, and so is eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
         "(SWE-bench has published eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"

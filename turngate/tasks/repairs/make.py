@@ -120,7 +120,7 @@ def list_bugs(package: Package, seed: int) -> list[Bug]:
 async def make_repairs(
     package: Package, backend: Backend, settings: RepairSettings, report: Callable[[str], None] = lambda text: None
 ) -> PackageRepairs:
-    """Try bugs until there are `settings.per_package` repairs. Try at most `TRIES_PER_TASK` bugs for each of these repairs.
+    """Try bugs until there are `settings.per_package` repairs, but at most `TRIES_PER_TASK` times as many bugs.
 
     Raise `TaskError` if the package's tests do not run.
     """

@@ -178,9 +178,9 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
             )
         if not run.passed or run.exit_code >= _COLLECTION_FAILED:
             tail = " ".join(run.log.strip().splitlines()[-3:])[-400:]
+            problem = "pytest did not run all tests" if run.passed else "no test passed"
             raise TaskError(
-                f"repairs: no test of {package.name} passed in this sandbox, or pytest did not run all tests "
-                f"(exit code {run.exit_code}): {tail}; "
+                f"repairs: {package.name}: {problem} in this sandbox (exit code {run.exit_code}): {tail}; "
                 "check that the sandbox's python3 has pytest and the other packages that the tests need",
                 param="sources",
             )
