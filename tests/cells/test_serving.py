@@ -89,7 +89,7 @@ def test_a_full_outbox_refuses_new_sessions(tmp_path: Path) -> None:
     finish_rollout(store, "s", "g")
     guard = ServingGuard(permit, max_unshipped=1)
     with pytest.raises(
-        Busy, match=r"too many sessions of this project .* not in the shared store yet \(1; max_unshipped is 1\)"
+        Busy, match=r"too many ended sessions of this project .* not in the shared store yet \(1; max_unshipped is 1\)"
     ):
         guard.require_room(store.outbox)
     other = open_cell(tmp_path / "projects" / "other")

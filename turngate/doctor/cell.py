@@ -55,7 +55,7 @@ def _check_outbox(data: Path) -> list[CheckOutcome]:
         names = "; ".join(f"{session}: {error}" for session, error in failures)
         fix = "the sessions stay in this cell; restore damaged ones from a backup of the data folder, then restart the cell"
         return [failure(f"sessions that cannot be shipped: {state.failed} ({names})", fix)]
-    message = f"sessions not in the shared store yet: {state.unshipped}"
+    message = f"ended sessions not in the shared store yet: {state.unshipped}"
     if waited > _LATE_S:
         return [
             warning(

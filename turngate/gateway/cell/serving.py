@@ -115,7 +115,7 @@ class ServingGuard:
         self._unshipped.pop(outbox, None)
 
     def require_room(self, outbox: OutboxTable) -> None:
-        """Raise an error if no session may be opened: the lease is not held, or too many sessions of the project are not shipped yet."""
+        """Raise an error if no session may be opened: the lease is not held, or too many ended sessions of the project are unshipped."""
         self.permit.require()
         unshipped, counted = self._unshipped.get(outbox, (0, 0.0))
         if (now := lease_clock()) - counted > _UNSHIPPED_CHECK_S:
@@ -123,8 +123,8 @@ class ServingGuard:
             self._unshipped[outbox] = unshipped, now
         if unshipped >= self._max_unshipped:
             raise Busy(
-                f"too many sessions of this project in this cell are not in the shared store yet ({unshipped}; max_unshipped is "
-                f"{self._max_unshipped}); retry in a moment"
+                f"too many ended sessions of this project in this cell are not in the shared store yet ({unshipped}; max_unshipped "
+                f"is {self._max_unshipped}); retry in a moment"
             )
 
     async def run(self) -> None:
