@@ -127,7 +127,7 @@ async def test_cancelled_batch_cleans_up_and_resumes() -> None:
         batch = harness.batch(plan)
         running = asyncio.create_task(batch.run())
         await kit.until(lambda: batch.progress.states["run"] == 2 and batch.progress.sampled_tokens > 0, 60)
-        with pytest.raises(ConfigError, match="another batch is running in"):
+        with pytest.raises(ConfigError, match="a batch is already running in"):
             await run_batch(plan, harness.client, harness.connector)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -200,8 +200,8 @@ async def test_remaining_rollouts_of_invalid_task_are_skipped() -> None:
         tried = Counter(rollout.attempt for rollout in result.finished)
         assert 3 <= tried[1] <= 4 and tried[0] == 8 - tried[1], "two rollouts are in progress at a time"
         assert any(
-            "task setup-0 is invalid; its other rollouts are skipped unless a running one is graded: setup: the setup "
-            "script failed" in note
+            "task setup-0 is invalid; its other rollouts are skipped, unless one that is already running is graded; what failed: "
+            "setup: the setup script failed" in note
             for note in batch.progress.notes
         )
 

@@ -114,7 +114,7 @@ async def test_ledger_without_header_is_error(tmp_path: Path) -> None:
 
 async def test_second_runner_in_same_folder_is_refused(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
-    with pytest.raises(ConfigError, match="another batch is running in"):
+    with pytest.raises(ConfigError, match="a batch is already running in"):
         Ledger.open(tmp_path)
     await ledger.close()
     await write_entries(tmp_path, HEAD)  # the folder is free again

@@ -119,7 +119,7 @@ async def test_batch_survives_faults_kill_and_full_disk(disk: Path, root: Path, 
             await second.until(lambda done: done >= 0.6 * count)
             fill(disk)
             code, errors = await second.wait()
-            assert code == 3 and "the disk is full" in errors, errors
+            assert code == 3 and "free up space and resume the batch" in errors, errors
         (disk / "filler").unlink()
         assert_kept(before, read_ledger(out))
         before = read_ledger(out)

@@ -55,7 +55,10 @@ class BatchHealth:
         free = shutil.disk_usage(self._plan.folder).free
         if free >= self._plan.min_free_bytes and not self._results.ledger.full:
             return ""
-        return f"{self._plan.folder}: the disk is full ({free / 1e6:.1f} MB free); free up space and resume the batch"
+        problem = (
+            "the disk is full" if self._results.ledger.full else "the disk is almost full, so no more rollouts start"
+        )
+        return f"{self._plan.folder}: {problem} ({free / 1e6:.1f} MB free); free up space and resume the batch"
 
     async def _probe(self) -> str:
         if full := self.check_disk():

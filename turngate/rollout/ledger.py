@@ -5,7 +5,7 @@
     {"type":"ended", …}      an attempt ended without a verdict: infrastructure fault, cancelled, stale, or lost with its runner or machine
     {"type":"unrecorded", …} a rollout is done, but the gateway has not recorded its outcome yet
     {"type":"finished", …}   a rollout is finished
-    {"type":"reopened", …}   a finished rollout without a verdict will run again, on request
+    {"type":"reopened", …}   a finished rollout without a verdict will run again, because someone requested a retry
 
 Lines are only appended, and each is synced to disk. A JSON Lines file is sufficient, because the runner reads it only once, at the start.
 People and programs can read it while the batch runs. A last line without a newline is incomplete and is ignored. The file is locked, so
@@ -274,7 +274,7 @@ def _lock(fd: int, folder: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise ConfigError(
-            f"out: another batch is running in {folder}; wait until it ends, or choose a different folder",
+            f"out: a batch is already running in {folder}; wait until it ends, or choose a different folder",
             param="out",
         ) from None
 

@@ -13,7 +13,7 @@ _LOG_CHARS = 4000  # how many characters from the end of each log are recorded
 
 
 def build_record(outcome: Outcome) -> RecordedOutcome:
-    """Build the record that the gateway stores. It contains the data that samples and diagnoses of failures need, but no files.
+    """Build the record that the gateway stores. It contains what is needed to build samples and to diagnose failures, but no files.
 
     The same outcome must always produce the same record, because the gateway rejects a second record that differs from the first."""
     assert outcome.kind is not None

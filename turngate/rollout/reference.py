@@ -51,8 +51,8 @@ class ReferenceReplay:
         if not self._reason:
             return SYNTHETIC_NOTE
         return (
-            f"{SYNTHETIC_NOTE}; no reference solution was replayed, because {self._reason}; for a real model, pass --engine "
-            "and --engine-url, or choose the replies with --script FILE"
+            f"{SYNTHETIC_NOTE}; no reference solution was replayed, because {self._reason}; to use a real model, pass "
+            "--engine and --engine-url; to choose the replies yourself, pass --script FILE"
         )
 
     def note_for_running(self, gateway: str) -> str:
@@ -102,7 +102,7 @@ def build_scripted(config: ServeConfig, script: Script) -> Scripted:
 def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: ServeConfig) -> ReferenceReplay:
     """Plan the replay of a task's reference solution on a gateway with this configuration.
 
-    If the solution cannot be replayed, raise `ConfigError` if the configuration requires a replay; otherwise, the result has no commands.
+    If the solution cannot be replayed, return a replay without commands, or raise `ConfigError` if the configuration requires a replay.
     """
 
     def without_replay(reason: str) -> ReferenceReplay:

@@ -117,7 +117,7 @@ class BatchResults:
         return finished
 
     async def save_outcome(self, session: str, outcome: Outcome) -> None:
-        """Write the full outcome to the folder with the agent's files. If that fails, add a note to the outcome.
+        """Write the full outcome to the folder that contains the agent's files. If that fails, add a note to the outcome.
 
         The failure is not fatal, because the ledger has the main data.
         """
@@ -141,7 +141,8 @@ class BatchResults:
         is_new = finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after
         if is_new and finished.task not in self._valid:
             self.note(
-                f"task {finished.task} is invalid; its other rollouts are skipped unless a running one is graded: {finished.message}"
+                f"task {finished.task} is invalid; its other rollouts are skipped, unless one that is already running is graded; "
+                f"what failed: {finished.message}"
             )
 
     async def skip(self, item: RolloutItem) -> None:

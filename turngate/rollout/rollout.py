@@ -241,7 +241,7 @@ class Rollout:
             self.outcome.calls = connection.generations
 
     async def _seal_session(self) -> TurngateError | None:
-        """Seal the session, so that it allows no more turns. Return an error instead of raising it: the agent's files are saved first."""
+        """Seal the session, so that it allows no more turns. Errors are returned, not raised, so that the agent's files are saved first."""
         status = self._update_outcome().status
         try:
             async with self._stages.enter("seal"):

@@ -5,7 +5,8 @@
     3. the session settings of a service's endpoint
     4. the gateway, which pins temperature 1 in exact and gate mode, so that turns can be trained whatever the agent asks for
 
-For evaluations, a caller can choose `agent`. Then only the caller's settings are pinned, and the agent's own requests decide all others.
+For evaluations, a caller can set `sampling` to `agent`. Then only the caller's settings are pinned, and the agent's own requests decide
+all others.
 """
 
 from __future__ import annotations

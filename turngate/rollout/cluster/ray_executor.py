@@ -4,9 +4,11 @@ Ray decides where an attempt runs. The shared store alone decides whether it has
 
     the call returned            wait until the shared store has the outcome; if the outcome does not count, the attempt is lost
     the call failed              send the order again; a cell that already has the order does not run it twice
-    the cell refused the order   run the attempt again in another cell; this cell gets no orders for a while
+    the cell refused the order   the attempt is lost, and the cell gets no orders for a while
     the cell is lost             supersede the attempt once the lease of the cell has ended; adopt the outcome if the shared store has it,
                                  otherwise the attempt is lost
+
+After a lost attempt, the batch starts another attempt at the rollout.
 """
 
 from __future__ import annotations
@@ -200,7 +202,7 @@ class _RayAttempt:
             except CallFailed as error:
                 if pause is None or error.actor_died:
                     raise
-                log.warning("a call to the cell on %s failed; repeating it: %s", cell.node.name, error.message)
+                log.warning("a call to the cell on %s failed (%s); repeating it", cell.node.name, error.message)
                 await asyncio.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
