@@ -224,7 +224,7 @@ def _compare(renderer: Renderer, case: ProbeCase, turn: _RenderedTurn, cut: bool
 
 
 def _write_after(renderer: Renderer, case: ProbeCase, end: int) -> str | BridgeDifference:
-    """Return the text that the template writes from the end of the last assistant turn on, or how the template changes earlier text.
+    """Return the text that the template writes from the end of the last assistant turn on, or the difference if it changes earlier text.
 
     `end` is the number of messages to render.
     """

@@ -88,7 +88,7 @@ def find_difference(
 
 
 def write_after_turn(text: TextFunction, stops: Sequence[str], messages: Sequence[Message]) -> str | BridgeDifference:
-    """Return the text that the template writes from the end of the last assistant turn on, or how the template changes earlier text."""
+    """Return the text that the template writes from the end of the last assistant turn on, or the difference if it changes earlier text."""
     turns = [n for n, message in enumerate(messages) if message.role == "assistant"]
     marks = [f"{SENTINEL}{n}END" for n in range(len(turns))]
     marked = list(messages)

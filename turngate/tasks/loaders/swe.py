@@ -339,7 +339,7 @@ def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConf
 
 
 def _config_from_script(row: SweRow, repo: str) -> EvalConfig:
-    """Read the configuration of a SWE-bench row (version 5 and later) from the script in the row.
+    """Read the configuration of a SWE-bench row from its `eval_script`, which rows contain since swebench 5.
 
     The lines between the script's markers run the tests, and the lines before its first patch prepare them. The grader itself resets and
     patches the tests.
@@ -407,8 +407,8 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
 def _reinstall_command(install: str) -> str:
     """Return a command that reinstalls the project after the work was copied in. It succeeds even if reinstalling fails.
 
-    The data sets' own harnesses do the same. The image already has everything installed, and pip cannot download build dependencies without
-    a network.
+    Without a network, pip cannot download build dependencies, but the image already has everything installed. The data sets' own harnesses
+    also ignore such a failure.
     """
     if not install.strip():
         return ""
