@@ -114,8 +114,8 @@ async def upload_work(
 ) -> tuple[str, ...]:
     """Replace the content of the sandbox's working folder with the agent's work. The original `.git` is kept unless the work has one.
 
-    Files that the agent deleted are deleted in the sandbox too. Python caches are not copied. Python accepts an outdated cache if the
-    source changed within the same second and kept its length, so the work could be graded with outdated code.
+    Files that the agent deleted are deleted in the sandbox too. Python caches are not copied: Python accepts an outdated cache if the
+    source changed within the same second and kept its length, so the work could otherwise be graded with outdated code.
 
     `exclude` lists the paths in the work to leave out, and `held` the original files in the sandbox to keep unchanged. Return the files
     that could not be copied.
