@@ -163,7 +163,10 @@ class PrefixCache:
         return 0
 
     def _build_frame(self, wire: WireRequest, call: Call) -> _Frame | None:
-        """Build the frame of a request. Return None if the list is not where `_find_list` found it, or if two fields have its name."""
+        """Build the frame of a request.
+
+        Return None if the list does not start where `_find_list` says, or if the body has another field with the same name.
+        """
         body, items, start = wire.body, call.history.items, self._find_list(wire.body)
         if not start or not items:
             return None

@@ -132,7 +132,8 @@ def encode_page(items: Sequence[bytes], page: ItemPage) -> bytes:
     if page.after:
         if page.after not in ids:
             raise BadRequest(
-                f"after: no input item has the id {page.after[:200]!r}; use the last_id of a page", param="after"
+                f"after: no input item has the id {page.after[:200]!r}; use the last_id of the previous page",
+                param="after",
             )
         start = ids.index(page.after) + 1
     end = start + page.limit

@@ -20,7 +20,7 @@ _ASSIGNMENT = re.compile(
 
 
 class Redactor:
-    """Removes the secrets of one agent: those in its environment, its session key, and the host's values that its task uses.
+    """Removes an agent's secrets from text: those in its environment, its session key, and values of host variables that its task uses.
 
     Secrets of fewer than 6 characters are not removed.
     """
