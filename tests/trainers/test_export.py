@@ -739,7 +739,7 @@ def test_string_paths_and_trailing_slash(recording: Recording) -> None:
     out = f"{recording.out}/rows.jsonl"
     assert export(str(recording.data), out, ExportChoices(format="rows")).out == Path(out)
     before = Path(out).read_bytes()
-    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl/ is a folder, but rows are written to a single file"):
+    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl/ names a folder, but rows are written to a single file"):
         export(str(recording.data), f"{out}/", ExportChoices(format="rows"))
     with pytest.raises(ConfigError, match=r"out: .*rows.jsonl is a file, but a folder is needed"):
         export(str(recording.data), f"{out}/", ExportChoices(format="atif"))

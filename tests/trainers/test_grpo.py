@@ -407,7 +407,7 @@ async def test_non_finite_gradient_fails_step_and_keeps_state(tmp_path: Path) ->
         corrupted = here.engine.model.embedding.weight.register_hook(lambda gradient: gradient * math.nan)
         with pytest.raises(
             NonFiniteGradient,
-            match=r"step 2 failed: .* nan; .* step 1, and feed f will repeat its deliveries from number 2 ",
+            match=r"step 2 failed: .* nan; .* step 1, and after a restart, feed f will repeat its deliveries from number 2 on",
         ):
             await _train(here, 2, folder=tmp_path / "checkpoints")
         corrupted.remove()

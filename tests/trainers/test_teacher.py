@@ -214,7 +214,7 @@ def test_invalid_reply_leaves_row_unscored(
 
 def test_teacher_that_scores_nothing_fails_the_export(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.change = drop_last
-    with pytest.raises(EngineError, match=r"scored no row \(rows: \d\), so no file was written: vllm returned"):
+    with pytest.raises(EngineError, match=r"scored no row \(rows: \d\); most frequent reason: vllm returned"):
         recording.export("rows", teacher=config(server))
     assert not (recording.out / "out.jsonl").exists()
 

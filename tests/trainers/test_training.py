@@ -134,7 +134,7 @@ async def test_ungraded_groups_end_run(root: Path) -> None:
     async with training_environment(root / "data") as environment:
         with pytest.raises(
             TurngateError,
-            match=r"finished after 1 of 2 steps, because the feed got too few groups \(missing groups: 1\)",
+            match=r"stopped after 1 of 2 steps: .* the feed got too few groups for the other steps \(missing groups: 1\)",
         ):
             await asyncio.wait_for(
                 train(environment, goal(root, 2, "well-0", "sandbox-0"), root / "out", ""), scaled(60)

@@ -1,7 +1,7 @@
-"""Verify every n-th session that ends while the gateway serves, in a separate process.
+"""In a separate process, verify every n-th session that ends while the gateway is running.
 
-The process, `python -m turngate.views.background_verifier DATA`, compares the rows that the gateway delivers to trainers with those of the
-verifier. Rendering a long session takes seconds and must not delay calls. `turngate verify` does not use this process.
+The process, `python -m turngate.views.background_verifier DATA`, checks the rows that the gateway delivers to trainers against the stored
+nodes. Rendering a long session takes seconds and must not delay calls. `turngate verify` does not use this process.
 """
 
 from __future__ import annotations

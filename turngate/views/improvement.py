@@ -18,7 +18,7 @@ _EXACT_DIGITS = 9  # means that differ only by rounding are equal
 
 
 class RewardTotal(msgspec.Struct, frozen=True, kw_only=True):
-    """The rewards of the graded rollouts of a task that started with the same policy version."""
+    """The total reward of a task's graded rollouts that started with policy version `version`."""
 
     task: str
     kind: str  # of the task; empty if unknown

@@ -145,13 +145,11 @@ class Overview(RolloutIndex):
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
         """Return the ids and session keys of a group's rollouts that have a session, oldest first."""
         self.refresh(store)
-        entries = [entry for entry in self.entries.values() if entry.row.group == name and entry.key]
-        if not entries or not name:
-            raise NotFound(
-                f"group {name[:200]!r} is unknown, or none of its rollouts has started yet; check the name",
-                param="group",
-            )
-        return [(entry.row.id, entry.key) for entry in sorted(entries, key=lambda entry: entry.key)]
+        entries = [entry for entry in self.entries.values() if entry.row.group == name] if name else []
+        started = sorted((entry.key, entry.row.id) for entry in entries if entry.key)
+        if not started:
+            raise NotFound(explain_no_members(name, is_known=bool(entries)), param="group")
+        return [(session, key) for key, session in started]
 
     def training(self, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
         return trends.summarize_training(self, store, prefix, buckets)
@@ -184,6 +182,13 @@ def explain_no_retry(row: RolloutRow, damage: str, find_last_attempt: Callable[[
         return "it does not belong to a batch; run it again the way you first ran it"
     last = find_last_attempt()
     return f"attempt {last} already exists" if last > row.attempt else ""
+
+
+def explain_no_members(name: str, *, is_known: bool) -> str:
+    """Return the error message for a group in which no rollout has a session."""
+    if is_known:
+        return f"no rollout of group {name[:200]!r} has a session yet; try again after one has started"
+    return f"unknown group {name[:200]!r}; pass the name of a recorded group"
 
 
 def show_group(

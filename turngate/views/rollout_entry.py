@@ -134,7 +134,7 @@ class RolloutEntry:
         self.search_text = ""  # built on first search
 
     def use_session(self, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
-        """Fill in the row from a session and from its outcome, if any, given as recording time and JSON."""
+        """Fill in the row from a session and its outcome, if any. `outcome` is the time at which it was recorded, and its JSON."""
         row = self.row
         self.key, self.state, self.search_text = session.key, session.status, ""
         row.opened, row.closed, row.stop = session.opened, session.closed, session.stop

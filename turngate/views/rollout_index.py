@@ -223,7 +223,7 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Update a rollout's row and return it. Policy versions are read only here, because each rollout needs a query of its own."""
+        """Update a rollout's row and return it. Only this method reads policy versions, because they need a query for each rollout."""
         row = entry.row
         row.status = entry.status_at(now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)

@@ -130,7 +130,9 @@ def load_session_view(store: Store, session_id: str, side: Collection[str] = ())
     session = store.load(row)
     preambles = store.preambles(row.key)
     if not all(_is_json(tools, list | dict) and _is_json(kwargs, dict) for tools, kwargs in preambles.values()):
-        raise StoreError(f"session {session_id}: its tools are damaged on disk; the trace cannot be used")
+        raise StoreError(
+            f"session {session_id}: its tools or template arguments are damaged on disk; the trace cannot be used"
+        )
     outcome = store.outcomes.find(row.key)
     rewards = (outcome.turn_rewards or ()) if isinstance(outcome, RecordedOutcome) else ()
     return SessionView(session, store.messages(row.key), preambles, store.side_data.load(session, side), rewards)
@@ -151,7 +153,7 @@ def encode_json(value: object) -> bytes:
 
 
 def encode_piece(value: object) -> msgspec.Raw:
-    """Encode a part of a larger JSON document, which is later inserted without encoding it again."""
+    """Encode a value, so that it can be inserted into a larger JSON document without encoding it again."""
     return msgspec.Raw(encode_json(value))
 
 

@@ -38,7 +38,8 @@ class SessionDirectory:
     ) -> list[Summary]:
         """List sessions, newest first. A local store is read in a thread, because finding sessions by status may take long.
 
-        A shared store is read on the event loop. Only there do queries have a time limit, which ends the request if the server is silent.
+        A shared store is read on the event loop, because queries have a shorter time limit there: if the database server does not answer,
+        the request fails soon.
         """
 
         def read(store: Store) -> tuple[list[SessionRow], dict[int, RecordedOutcome | DamagedOutcome], dict[int, str]]:
@@ -86,7 +87,7 @@ class SessionDirectory:
         return self.describe(session)
 
     def describe(self, session: Session, trace: Trace | None = None, *, unreadable: str = "") -> Description:
-        """Describe a session. If its trace is not in memory, pass `trace`, or the reason why it cannot be read as `unreadable`."""
+        """Describe a session. If its trace is not in memory, pass `trace`. If it cannot be read, pass the reason as `unreadable`."""
         live = self._sessions.find_live(session.id)
         return describe_session(self._store, session, trace, live, unreadable=unreadable)
 
@@ -101,7 +102,7 @@ def describe_session(
 ) -> Description:
     """Describe a session with its counters, roles and forks. If its trace cannot be read, the description says why.
 
-    If the trace is not in memory, pass `trace`, or the reason why it cannot be read as `unreadable`. `live` is the session in memory, or
+    If the trace is not in memory, pass `trace`. If it cannot be read, pass the reason as `unreadable`. `live` is the session in memory, or
     None if it is not live.
     """
     row = store.find(session.id)

@@ -27,7 +27,7 @@ from turngate.views.improvement import (
     choose_evenly,
     summarize_improvement,
 )
-from turngate.views.overview import MOST_CHANGED, MOST_NAMES, explain_no_retry, show_group
+from turngate.views.overview import MOST_CHANGED, MOST_NAMES, explain_no_members, explain_no_retry, show_group
 from turngate.views.rollout_entry import STATUSES, RolloutRow
 from turngate.views.rollout_index import BUCKET_S, DeliveryRecord
 from turngate.views.shared_index import ListUpdater, to_row
@@ -180,10 +180,7 @@ class SharedOverview:
         rows = _require_shared(store).rollout_pages.group([name]) if name else []
         members = sorted((row.key, row.id) for row in rows if row.key)
         if not members:
-            raise NotFound(
-                f"group {name[:200]!r} is unknown, or none of its rollouts has started yet; check the name",
-                param="group",
-            )
+            raise NotFound(explain_no_members(name, is_known=bool(rows)), param="group")
         return [(session, key) for key, session in members]
 
     # ── trends ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -132,7 +132,8 @@ def compute_throughput(
 ) -> list[Json]:
     """Return the rates of turns, tokens and rollouts of the whole gateway in each interval from `first` to `now`.
 
-    `counts` are the turns, tokens and outcomes, each with the number of its interval. `width` is the length of an interval in seconds.
+    Each item of `counts` is the number of an interval, and the turns, tokens and outcomes to add to it. `width` is the length of an
+    interval in seconds.
     """
     start, end = int(first // width), int(now // width)
     sums = {number: [0, 0, 0] for number in range(start, end + 1)}
@@ -193,7 +194,7 @@ def describe_delivery(
 
 
 def _staleness(index: RolloutIndex, entries: Iterable[RolloutEntry]) -> list[Json]:
-    """Count rollouts by staleness: by how many versions the policy advanced from their first token to their recorded outcome."""
+    """Count rollouts by staleness: the number of policy versions from their first token to the time when their outcome was recorded."""
     behind: Counter[int] = Counter()
     for entry in entries:
         if entry.recorded is not None and entry.row.version_start is not None:

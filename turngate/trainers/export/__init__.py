@@ -65,8 +65,8 @@ def export(
     """Export rollouts to the file `out`, which is written completely or not at all.
 
     For the format `atif`, `out` is a folder if it ends in /, has no suffix, or exists as a folder. Each record then becomes a file in it,
-    and files written before a failure are kept. Raise `ConfigError` if there are no records to write. `watch_teacher` is called after each
-    call to the teacher, in another thread.
+    and files written before a failure are kept. Raise `ConfigError` if there are no records to write. After each call to the
+    teacher, `watch_teacher` is called, in another thread.
     """
     format = FORMATS.get(choices.format)
     if format is None:

@@ -1,4 +1,4 @@
-"""The `areal` format: the fields of the tensors that an AReaL workflow returns, one value per token, and the reward.
+"""The `areal` format: the fields that an AReaL workflow returns, as lists with one value per token, and the reward as a number.
 
 AReaL expects tensors with a batch dimension: `{name: torch.tensor([record[name]]) for name in FIELDS}`.
 """

@@ -58,7 +58,7 @@ def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Ite
     """
     if folder and not layout.folder:
         raise ConfigError(
-            f"out: {out}/ is a folder, but {layout.what} are written to a single file; remove the trailing /",
+            f"out: {out}/ names a folder, but {layout.what} are written to a single file; remove the trailing /",
             param="out",
         )
     if layout.folder and (folder or not out.suffix or out.is_dir()):

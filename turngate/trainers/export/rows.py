@@ -163,7 +163,7 @@ def version_range(row: Sample) -> dict[str, int]:
 
 
 def describe_versions(row: Sample, start: int, end: int) -> dict[str, Json]:
-    """Return the policy versions of the trained tokens from `start` to `end`, for formats without a field for each token.
+    """Return the policy versions of the trained tokens from `start` to `end`, for formats without a per-token version field.
 
     `token_versions` lists runs of trained tokens as [start, end, version], with positions counted from `start`. The version is None if it
     is unknown.

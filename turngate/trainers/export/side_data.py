@@ -75,7 +75,7 @@ def check_experts(choices: ExportChoices) -> ExportChoices:
 def encode_experts(
     row: Sample, tokens: int, names: Sequence[str], exclusions: Exclusions, field: str = ROUTED_EXPERTS
 ) -> dict[str, Json] | None:
-    """Encode the routed experts of the first `tokens` tokens of a row, except those of the last token, which trainers do not need.
+    """Encode the routed experts of the first `tokens` tokens of a row. Leave out the last of these tokens: trainers do not need it.
 
     Return an empty dictionary if `names` is empty. Return None if experts are missing, because the row must then be left out.
     """

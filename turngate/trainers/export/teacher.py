@@ -56,7 +56,7 @@ def _require_scores(summary: TeacherSummary) -> None:
     if summary.unscored and not summary.scored_rows:
         [(reason, _)] = summary.unscored.most_common(1)
         raise EngineError(
-            f"the teacher scored no row (rows: {summary.unscored.total()}), so no file was written: {reason}"
+            f"no file was written, because the teacher scored no row (rows: {summary.unscored.total()}); most frequent reason: {reason}"
         )
 
 
@@ -69,7 +69,7 @@ class _PolicyTokenizers:
         self._found: dict[str, Tokenizer | None] = {}
 
     def find(self, vocabulary: str, teacher: Teacher) -> Tokenizer | None:
-        """Return the tokenizer with this vocabulary, or None if it is known to be the teacher's."""
+        """Return the tokenizer with this vocabulary, or None if the teacher is known to have the same vocabulary."""
         if vocabulary not in self._found:
             self._found[vocabulary] = None if teacher.has_vocabulary(vocabulary) else self._load(vocabulary)
         return self._found[vocabulary]
@@ -79,14 +79,19 @@ class _PolicyTokenizers:
         known = self._given
         if known is None and folder is not None and Path(folder, "tokenizer.json").is_file():
             known = Tokenizer(Path(folder))
-        if known is None or known.digest != vocabulary:
-            where = known.folder if known is not None else folder or "an unknown folder"
-            raise ConfigError(
-                f"tokenizer: the rollouts were recorded with the vocabulary {vocabulary}, which is not in {where} on this machine; "
-                "pass the folder of the tokenizer that has this vocabulary as --tokenizer",
-                param="tokenizer",
-            )
-        return known
+        if known is not None and known.digest == vocabulary:
+            return known
+        if known is not None:
+            problem = f"the tokenizer in {known.folder} has a different one"
+        elif folder is not None:
+            problem = f"the folder of its tokenizer, {folder}, contains no tokenizer.json on this machine"
+        else:
+            problem = "the folder of its tokenizer is not recorded"
+        raise ConfigError(
+            f"tokenizer: the rollouts were recorded with the vocabulary {vocabulary}, but {problem}; "
+            "pass the folder of the tokenizer that has this vocabulary as --tokenizer",
+            param="tokenizer",
+        )
 
 
 def add_scores(rollout: RecordedRollout, choices: ExportChoices, exclusions: Exclusions) -> list[ScoredRow]:

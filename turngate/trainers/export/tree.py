@@ -207,7 +207,7 @@ def rebuild_rows(record: Record) -> list[Record]:
 
 
 def _rebuild_turn_values(record: Record, exported: ExportedTree, number: int, row: Sample) -> dict[str, Json]:
-    """Return the fields of a row with the rewards and advantages of its turns, if they were requested."""
+    """Return the fields for the rewards and for the advantages of a row's turns, if the record contains them."""
     fields: dict[str, Json] = {}
     if "turn_rewards" in record:
         rewards = None if exported.turn_rewards is None else exported.turn_rewards[number]

@@ -32,7 +32,7 @@ def list_turn_columns(choices: ExportChoices) -> dict[str, str]:
 def describe_turns(
     rollout: RecordedRollout, row: Sample, choices: ExportChoices, credited: Mapping[str, TurnAdvantages]
 ) -> dict[str, Json]:
-    """Return the fields of a row with the rewards and advantages of its turns, if they are requested."""
+    """Return the fields for the rewards and for the advantages of a row's turns, if they are requested."""
     fields: dict[str, Json] = {}
     if choices.turn_rewards:
         fields |= describe_rewards(rollout, row, 0, len(row.ids))
@@ -45,7 +45,10 @@ def describe_turns(
 
 
 def describe_rewards(rollout: RecordedRollout, row: Sample, start: int, end: int) -> dict[str, Json]:
-    """Return the turn rewards of a row as a list and per token, with positions counted from token `start`."""
+    """Return all turn rewards of a row as a list, and the rewards of the tokens from `start` to `end`.
+
+    The positions in the list are counted from `start`.
+    """
     if rollout.turn_rewards is None:
         return {"turn_rewards": None, "token_rewards": None}
     placed = [

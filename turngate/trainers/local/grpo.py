@@ -187,8 +187,8 @@ class Learner:
     def gradients(self, rows: Sequence[Row], version: int) -> UpdateMetrics:
         """Compute the gradients of the loss over `rows`. `version` is the policy version of the current weights.
 
-        If the gradients are not finite, clear them and raise `NonFiniteGradient`. Raise `LogprobMismatch` if most rows that were sampled
-        with these weights have different log-probabilities, and `MissingTeacherScores` if `teacher_kl` is set and no row has usable scores.
+        If the gradients are not finite, clear them and raise `NonFiniteGradient`. Raise `MissingTeacherScores` if `teacher_kl` is set and
+        no row has usable scores. Raise `LogprobMismatch` if recomputed and recorded log-probabilities differ in most rows of this version.
         """
         settings, totals = self.settings, _UpdateTotals()
         if settings.advantages == "turn":
@@ -348,8 +348,8 @@ class _UpdateTotals:
     def summarize(self, rows: Sequence[Row], tokens: int, *, has_teacher: bool) -> UpdateMetrics:
         if len(self.compared) > 1 and len(self.differ) > _MISMATCH_SHARE * len(self.compared):
             error = LogprobMismatch(
-                f"the log-probabilities of {len(self.differ)} of {len(self.compared)} rows differ from the recorded ones, although "
-                f"the weights are the same ({self.differ[0]}); check that the trainer and the sessions use the same temperature, "
+                f"the recomputed log-probabilities of {len(self.differ)} of {len(self.compared)} rows differ from the recorded ones, "
+                f"although the weights are the same ({self.differ[0]}); check that the trainer and the sessions use the same temperature, "
                 "that turns with top-p, top-k or min-p have sampling masks, and that the gateway's engine samples from this model"
             )
             error.lags = self.meter.summarize()
@@ -374,7 +374,7 @@ class _UpdateTotals:
 
 
 def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Return the rows that have turn advantages, without the tokens of turns that have none. Also return why each other row is left out."""
+    """Return the rows in which a turn has an advantage, with the other turns masked, and why each other row is left out."""
     selected, refused = [], []
     for row in rows:
         mask = row.mask & np.isfinite(row.token_advantages())
@@ -543,7 +543,7 @@ class Trainer:
         except NonFiniteGradient as error:
             raise NonFiniteGradient(
                 f"step {self.state.step + 1} failed: {error.message}; the weights are still those of step {self.state.step}, and "
-                f"feed {feed.name} will repeat its deliveries from number {deliveries[0].number} on after a restart"
+                f"after a restart, feed {feed.name} will repeat its deliveries from number {deliveries[0].number} on"
             ) from None
         except LogprobMismatch as error:
             with suppress(TurngateError):  # the reason why training stops must not be hidden

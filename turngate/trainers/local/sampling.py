@@ -60,7 +60,10 @@ def has_masks(row: Row) -> bool:
 
 
 def _list_kept(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kept ids of all trained tokens with a mask, and for each id the index of its token among all trained tokens."""
+    """List the ids that the sampling masks of trained tokens kept.
+
+    Return the index of each id's token among all trained tokens, and the ids.
+    """
     places, ids, before = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for row in rows:
         column = row.side.get(SAMPLING_MASK)

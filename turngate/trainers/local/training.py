@@ -312,8 +312,8 @@ async def _wait_for_groups(
     while missing > 0 and not training.done():
         if newest - trainer.state.number < per_step:  # not enough groups for another step
             raise TurngateError(
-                f"the agents finished after {trainer.state.step} of {goal.steps} steps, because the feed got too few groups "
-                f"(missing groups: {missing}); see the outcomes in the folder of the run"
+                f"training stopped after {trainer.state.step} of {goal.steps} steps: all agents have ended, but the feed got too few "
+                f"groups for the other steps (missing groups: {missing}); see the outcomes in the folder of the run"
             )
         await asyncio.wait({training}, timeout=_POLL_S)
 

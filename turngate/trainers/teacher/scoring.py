@@ -65,7 +65,7 @@ class TeacherSummary(msgspec.Struct):
 
 
 class _TeacherCall(msgspec.Struct, frozen=True):
-    """One call: the ids of a row up to its last turn that needs scores, and those turns."""
+    """One call: the turns of a row that need scores, and the ids of the row up to the end of the last of these turns."""
 
     session: str
     ids: Ids

@@ -39,7 +39,7 @@ class VocabularyCheck:
         """Raise `VocabularyMismatch` if the teacher has a different token for an id, or `EngineRejected` if its tokenizer lacks the id.
 
         Raise `ConfigError` if the teacher's tokenizer is unknown and its server cannot decode ids. `policy` is the tokenizer of the ids, or
-        None if it is the teacher's.
+        None if the teacher is known to have the same one.
         """
         with self._lock:
             if self._tokenizer is None:

@@ -146,8 +146,8 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
     def __init__(self, config: SessionsConfig, *, sampling: Mapping[str, float] | None = None) -> None:
         """Create a factory.
 
-        `sampling` contains the trainer's sampling settings. They apply to every session, except those that `config.session` sets itself
-        or that the gateway does not know.
+        `sampling` contains the trainer's sampling settings, which apply to all sessions. Settings that `config.session` also contains, or
+        that the gateway does not know, are ignored.
         """
         self.config = config
         self._tasks = _read_by_instruction(config)

@@ -76,7 +76,7 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 def _check_same_checkpoint(worker: Path | None, trainer: str | None) -> None:
     """Raise `ConfigError` if the worker and the trainer do not resume from the same checkpoint.
 
-    The trainer alone may resume from a checkpoint that contains no feed position.
+    If the trainer's checkpoint contains no feed position, the worker may start without a checkpoint.
     """
     if trainer is None and worker is not None:
         raise ConfigError(

@@ -55,8 +55,8 @@ def fence_weight_sync(
 ) -> None:
     """Wrap a trainer's weight transfer, so that it runs inside the gateway's fence.
 
-    This has no effect on ranks that send no weights. It also has no effect if TRL publishes adapters under new names, because calls in
-    flight keep their adapter.
+    This has no effect on ranks that send no weights, or if TRL publishes adapters under new names. New adapters need no fence, because
+    calls in flight keep their adapter.
     """
     if trainer.weight_transfer is not None:
         trainer.weight_transfer = FencedTransfer(

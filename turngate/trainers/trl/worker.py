@@ -198,7 +198,7 @@ class TurngateWorker:
     def _check_not_over(self) -> None:
         """Raise `ConfigError` if the worker has already run.
 
-        The weights of a second trainer may or may not include the rows of the first run.
+        It cannot be known whether the weights of a second trainer were already trained on the rows of the first run.
         """
         if self._stopped:
             raise ConfigError(f"rollout_worker: {_ONE_RUN}", param="rollout_worker")

@@ -180,12 +180,15 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
         before = 0 if parent is None else len(sequences[parent])
         trained = any(tokens.completion_mask)
         logprobs = [value for value in tokens.completion_logprobs if value is not None]
-        if len(tokens.completion_mask) != len(tokens.completion_ids) or (
-            trained and len(logprobs) != len(tokens.completion_ids)
-        ):
+        if len(tokens.completion_mask) != len(tokens.completion_ids):
             raise vf.InterceptionError(
-                f"gateway: the lists of step {index} have different lengths (tokens: {len(tokens.completion_ids)}, mask entries: "
-                f"{len(tokens.completion_mask)}, log-probabilities: {len(logprobs)})"
+                f"gateway: the mask of step {index} has the wrong length (tokens: {len(tokens.completion_ids)}, mask entries: "
+                f"{len(tokens.completion_mask)})"
+            )
+        if trained and len(logprobs) != len(tokens.completion_ids):
+            raise vf.InterceptionError(
+                f"gateway: step {index} is trained, but does not have one log-probability per token (tokens: "
+                f"{len(tokens.completion_ids)}, log-probabilities: {len(logprobs)})"
             )
         sequences.append([*tokens.prompt_ids, *tokens.completion_ids])
         turns.append(
