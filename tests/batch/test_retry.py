@@ -112,7 +112,7 @@ async def test_resumed_batch_retries_once(monkeypatch: pytest.MonkeyPatch) -> No
         failed_row = await find_fault(client)
         for _ in range(2):  # two requests give one retry
             reply = (await client.post(f"/page/api/rollouts/{failed_row['id']}/retry", headers=PAGE_HEADERS)).json()
-            assert reply["taken"] is None and "start it again on its folder" in reply["message"]
+            assert reply["taken"] is None and "reads the request when you resume it" in reply["message"]
         second = await run_batch(plan, harness.client, harness.connector)
         assert [(finished.task, finished.kind, finished.attempt) for finished in second.finished] == [
             ("once-0", "graded", 2),

@@ -64,7 +64,7 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None, settings
     if not spec.check:
         raise AgentError(
             f"agent {spec.name} has no [[check]] steps to run; add them to a file that describes the agent "
-            "(see turngate/agents/catalog for examples), and check that file",
+            "(see turngate/agents/catalog for examples), and run `turngate agents check ./FILE.toml`",
             param="check",
         )
     options = CheckOptions(image=image, options=parse_agent_options(settings))
@@ -109,7 +109,7 @@ def create_agent(name: str, command: list[str], variables: list[str], timeout_s:
     file.write_text(text, encoding="utf-8")
     _print_watched(run, console)
     if left_out := find_secrets(command, env):
-        message = f"left out, because they look like secrets: {', '.join(left_out)}; add them to {file} if the agent needs them"
+        message = f"{file} lacks values that look like secrets, in these fields: {', '.join(left_out)}; add them if the agent needs them"
         say(console, sanitize(message), "yellow")
     say(console, f"wrote {file}; now run: turngate agents check ./{file}", "bold green")
 

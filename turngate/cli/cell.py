@@ -38,8 +38,8 @@ def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
     flag = options.settings.get("shared") or ""
     if flag and _parse_shared(flag).has_password:
         raise ConfigError(
-            f"--shared: the URL contains a password, which would appear in process lists; set {SHARED_URL} to the URL, put it "
-            "in the config file, or set PGPASSFILE or PGPASSWORD",
+            "--shared: the URL contains a password, which would appear in process lists; pass the URL without the password and set "
+            f"PGPASSFILE or PGPASSWORD, or put the whole URL into {SHARED_URL} or into the config file",
             param="shared",
         )
     config = load_config(options.config, {**options.settings, "shared": flag or os.environ.get(SHARED_URL) or None})

@@ -50,7 +50,7 @@ class CommandGroup(typer.Typer):
 
 
 def hide_types(params: Sequence[Any]) -> Sequence[Any]:
-    """Simplify the types in the help: show none for flags without a value and repeatable arguments, and <str> for repeatable options."""
+    """Simplify the types in the help: <str> for repeatable options, and none for repeatable arguments and for flags without a value."""
     for param in params:
         if not isinstance(param, typer.core.TyperOption):
             if param.nargs != 1:

@@ -36,7 +36,8 @@ def _print_engines(view: EnginesView) -> None:
     if not view.engines:
         say(
             console,
-            "This gateway has no vllm or sglang engines. If it was started for such engines, run: turngate engines add URL",
+            "No vllm or sglang engines are listed. If the gateway was started with --engine vllm or sglang, add one with: "
+            "turngate engines add URL. API keys cannot list engines, so set TURNGATE_ADMIN_KEY to the admin key.",
         )
         return
     table = Table(box=None, pad_edge=False)

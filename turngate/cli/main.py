@@ -503,7 +503,8 @@ def tasks_list(options: flags.ListTasksOptions) -> None:
 def tasks_check(options: flags.CheckTasksOptions) -> None:
     """Check that tasks are valid and that their graders work.
 
-    A task is proven if its solution scores 1 and doing nothing scores 0.
+    A task is proven if its solution scores 1 and doing nothing scores 0. A task without a grader or a solution cannot be proven. It
+    passes if no other problem is found.
 
     Exit codes:
     0 if every task passed;

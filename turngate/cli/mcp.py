@@ -54,7 +54,8 @@ def serve_mcp(options: McpOptions) -> None:
     if place is None and sys.stdin.isatty():
         say(
             to,
-            "Serving MCP on stdin and stdout to a client that starts this command. Use --http for other clients. Press Ctrl-D to stop.",
+            "Serving MCP on stdin and stdout. Usually, an MCP client starts this command. To start it yourself and let clients connect, "
+            "use --http. Press Ctrl-D to stop.",
             "dim",
         )
     if place is not None and not read_key(http.KEY):

@@ -112,8 +112,8 @@ class RolloutOptions:
     tunnel: Annotated[
         str,
         _flag(
-            "Command that opens a tunnel to the gateway's port, written as {port}, and prints the tunnel's URL; an alternative to "
-            "--public-url.",
+            "Command that opens a tunnel to the gateway and prints the tunnel's URL. {port} in the command is replaced by the gateway's "
+            "port. An alternative to --public-url.",
             SANDBOX,
         ),
     ] = ""
@@ -130,8 +130,8 @@ class RolloutOptions:
     sampling: Annotated[
         str,
         _flag(
-            "neutral: use the flags below, the agent file or temperature 1 instead of what the agent requests, so that turns can be "
-            "trained; agent: sample as the agent requests, for evaluations.",
+            "neutral: instead of what the agent requests, use the flags below, or else the agent file, or else temperature 1, so that "
+            "turns can be trained; agent: sample as the agent requests, for evaluations.",
             SAMPLING,
         ),
     ] = "neutral"

@@ -19,7 +19,9 @@ keys_app = CommandGroup(help="List, create, rotate and revoke the API keys of pr
 _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
 _WeightFlag = Annotated[
     Optional[float],
-    typer.Option(help="Share of the engines under load, relative to other projects. A new project has weight 1."),
+    typer.Option(
+        help="Share of the engines while calls have to wait, relative to other projects. A new project has weight 1."
+    ),
 ]
 _LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: open sessions at the same time; 0 for no limit.", min=0)]
 _TokensFlag = Annotated[Optional[int], typer.Option(help="Quota: sampled tokens per day; 0 for no limit.", min=0)]

@@ -1,4 +1,4 @@
-"""`turngate mark-restored`: mark a store as restored from a backup. Trainers must then reopen feeds at their checkpoint's position."""
+"""`turngate mark-restored`: mark a store as restored from a backup. Trainers must then reopen feeds at the position in their checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ def mark_restored(data: str) -> None:
     for project, store in open_all_projects(data):
         store.restores.note(store.restores.history())
         count = len(store.feeds.listing())
-        feeds = "1 feed" if count == 1 else f"{count} feeds"
         say(
             console(),
-            f"project {project}: marked as restored; {feeds} must be reopened at the position in the trainer's checkpoint",
+            f"project {project}: marked as restored; feeds that trainers must reopen at the position in their checkpoint: {count}",
         )

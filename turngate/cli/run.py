@@ -96,7 +96,7 @@ def run_rollout(options: RunOptions) -> int:
 
 
 def _load_task(options: RunOptions) -> Task:
-    """Load the task that the flags name. If they name none, return an empty task for a command after --, or else the bundled task."""
+    """Load the task that the flags name. If they name none, return an empty task if a command follows --, or else the bundled task."""
     if options.task is not None and options.prompt is not None:
         raise ConfigError("pass either --task PATH or --prompt TEXT, not both", param="task")
     if options.task is not None:

@@ -297,7 +297,10 @@ class Sessions:
             self._by_secret.pop(digest, None)
 
     async def abort_all_calls(self) -> None:
-        """Abort all calls when the gateway stops or the project was deleted. Each records its partial turn and asks its agent to retry."""
+        """Abort all calls, because the gateway is stopping or the project was deleted.
+
+        Each call records its partial turn and asks its agent to retry.
+        """
         self._stopping = True
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 

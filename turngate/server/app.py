@@ -166,7 +166,10 @@ class Gateway(ProjectGateway):
         self.engine_changes = self.change_engines(self.updates, self.local_engines)
 
     def create_updates(self, barrier: Barrier) -> WeightUpdates:
-        """Create `WeightUpdates` that use `barrier` or, on the shared store, the fence of all cells. In a cell, they refuse all updates."""
+        """Create the object that updates weights, using `barrier` or, on the shared store, the fence of all cells.
+
+        In a cell, it refuses all updates.
+        """
         parts = (self.fence, self.fence_state, self.events, self.replicas)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList):
             shared = SharedBarrier(self.barrier, self.fence, self.fence_state, self.replicas, self.store.fence)
@@ -193,7 +196,10 @@ class Gateway(ProjectGateway):
         return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines, calls)
 
     def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
-        """Create `EngineChanges` for the engines of `group` or, on the shared store, of all cells. In a cell, they refuse all changes."""
+        """Create the object that changes the engines of `group` or, on the shared store, of all cells.
+
+        In a cell, it refuses all changes.
+        """
         local, parts = self.local_engines, (updates, self.replicas, self.fence, self.events)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList) and local is not None:
             return SharedEngineChanges(local, self.engine_list, self.store.fence, *parts)

@@ -97,7 +97,7 @@ class HangUp:
 
 
 class DisconnectWatch(HangUp):
-    """A context manager that cancels the task that serves a request when the client disconnects."""
+    """A context manager that, when the client disconnects, cancels the task that serves its request."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

@@ -1,7 +1,8 @@
 """`GET /metrics` for Prometheus, with the values of all workers.
 
-With the admin key, or the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), it returns the sums over all projects. With
-an API key, or the admin key and the name of another project, it returns only the values of that project, without those of the process.
+With the admin key, or the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), it returns the sums over all projects. A
+request for one project (with an API key, or with the admin key and the name of a project other than `default`) returns only the values of
+that project, without those of the process.
 """
 
 from __future__ import annotations

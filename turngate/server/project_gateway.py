@@ -369,7 +369,10 @@ class ProjectGateway:
             await asyncio.to_thread(reader.close)
 
     async def end_requests(self) -> None:
-        """End event streams and abort model calls when the gateway stops or the project was deleted. Sampled tokens are recorded."""
+        """End event streams and abort model calls, because the gateway is stopping or the project was deleted.
+
+        The tokens sampled so far are recorded.
+        """
         self.events.close()
         await self.sessions.abort_all_calls()
 

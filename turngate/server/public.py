@@ -32,7 +32,7 @@ _MODEL_BASES = (
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
     """The reply of `GET /health`. The status code is 503 if no engine is up, and 200 otherwise.
 
-    It is always 200 for a gateway on a shared store that manages no engines.
+    A gateway that serves a shared store and manages no engines always responds with 200.
     """
 
     status: str

@@ -244,11 +244,10 @@ def _trace_view(view: SessionView) -> TraceView:
 
 
 def _encode_entries(view: SessionView) -> bytes:
-    if _capture_kind(view.session)["rollout_type"] == "eval":
-        raise Conflict(
-            "this session is an evaluation, or its tokens were not captured, so it has no entries to train on; "
-            "use /rollout to read it"
-        )
+    kind = _capture_kind(view.session)
+    if kind["rollout_type"] == "eval":
+        why = "is an evaluation" if kind["capture_level"] == "tokens" else "has turns whose tokens were not captured"
+        raise Conflict(f"this session {why}, so it has no entries to train on; use /rollout to read it")
     entries = []
     for turn in training_turns(_trace_view(view)):
         node = turn.pop("node_id")

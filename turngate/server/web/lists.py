@@ -86,7 +86,7 @@ class ListRoutes:
 
         Whether a rollout contributes to the advantages depends on its trace. Each trace is read in a separate query, so that other requests
         are served in between. If more than `_MAX_UNREAD_TRACES` would have to be read, none is, and all rollouts with sampled tokens
-        contribute.
+        are assumed to contribute.
         """
         name = query.name
         graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))

@@ -24,7 +24,7 @@ _ANSWER_S = 4.0  # time to wait for the batch's answer to a retry request
 
 
 class RolloutMessagesQuery(msgspec.Struct, frozen=True):
-    """Query parameters. They select the nodes after node `after`, of one branch or of all branches, or only the node `node`."""
+    """Query parameters. They select the node `node`, or else the nodes after node `after` in one branch or in all branches."""
 
     after: Whole = 0
     limit: Whole = 50
@@ -117,7 +117,10 @@ class ActionRoutes:
         seq = self._events.announce(stream, "retry", {"rollout": row.name, "session": session, "attempt": row.attempt})
         answer = await self._events.wait_for(lambda: self._find_answer(stream, seq), _ANSWER_S, woken_by=stream)
         if answer is None:
-            message = "the batch has not answered; the retry request is stored. If the batch is not running, start it again on its folder"
+            message = (
+                "the batch has not answered yet, but the retry request is stored. If the batch is not running, it reads the request when "
+                "you resume it"
+            )
             return json_response({"asked": True, "taken": None, "message": message})
         return json_response({"asked": True, "taken": answer["taken"], "message": answer["message"]})
 

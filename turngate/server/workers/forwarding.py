@@ -151,8 +151,8 @@ class PeerWorkers:
     async def _wait_for_worker(self, connect: Callable[[], Awaitable[T]]) -> T:
         """Connect to a worker, and wait for it if it is restarting.
 
-        Raise `Stopping` if the worker does not start in time, or if it stops before it answers. A refused WebSocket means that the worker
-        is running, so that error is raised unchanged.
+        Raise `Stopping` if the worker does not start in time, or if it stops before it answers. A worker that refuses a WebSocket is
+        running, so its error is raised unchanged.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + RESTART_WAIT_S
