@@ -30,7 +30,7 @@ def test_only_the_wait_is_reported_for_an_empty_feed_and_after_a_delivery(caplog
     watch = GroupSizeWatch("math", 8)
     watch.add_incomplete((), 10)
     [message] = caplog.messages
-    assert message.startswith("feed math: waiting for groups, no delivery for 10 s: no group is incomplete;")
+    assert message.startswith("feed math: waiting for groups, no delivery for 10 s: there are no undelivered rollouts;")
     caplog.clear()
     watch.add_incomplete((), 30)
     watch.add_incomplete((), 60)

@@ -131,7 +131,10 @@ DAMAGED: list[tuple[Any, str]] = [
         lambda tree: {"segments": (WireSegment(2**60, None), *tree.segments[1:])},
         r"the segments have \d+ tokens, .* but there are \d+ ids and \d+ log",
     ),
-    (lambda tree: change_row(tree, turn_advantages=(), empty_turns=(OUTSIDE,)), "a turn without tokens is not inside"),
+    (
+        lambda tree: change_row(tree, turn_advantages=(), empty_turns=(OUTSIDE,)),
+        "the span of a turn without tokens is not empty",
+    ),
     (lambda tree: {"rows": tree.rows[1:]}, r"segments\[\d+\].turn.trained_in must be the index of a row"),
     (lambda tree: change_row(tree, last=-1), "branch .* ends in segment -1"),
     (

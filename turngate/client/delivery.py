@@ -317,7 +317,7 @@ def _decode_tree_row(wire: WireTreeRow, path: Sequence[Segment], delivery: WireD
     tokens = path[-1].position + path[-1].end - path[-1].start
     if any(not 0 <= span.start == span.end <= tokens for span in wire.empty_turns):
         raise DamagedDelivery(
-            f"{where}: a turn without tokens is not inside the row, whose length in tokens is {tokens}"
+            f"{where}: the span of a turn without tokens is not empty, or is outside the row, whose length in tokens is {tokens}"
         )
     turns = len({part.turn.node for part in path if part.turn is not None}) + len(wire.empty_turns)
     _check_turn_values(wire, tokens, turns, where)

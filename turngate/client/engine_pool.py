@@ -27,9 +27,10 @@ class EnginePoolClient(GatewayClient):
         return await self._request("POST", "/admin/engines/drain", EnginesView, {"url": url})
 
     async def remove_engine(self, url: str, *, limit_s: float | None = None, force: bool = False) -> EnginesView:
-        """Remove an engine when its calls have ended. If that takes longer than `limit_s` seconds, the request fails.
+        """Drain an engine, and remove it when its calls have ended.
 
-        With `force`, remove the engine immediately. Its calls in flight then fail.
+        If that takes longer than `limit_s` seconds, the request fails, and the engine keeps draining. With `force`, remove the
+        engine immediately. Its calls in flight then fail.
         """
         body: dict[str, Json] = {"url": url, "force": force}
         if limit_s is not None:

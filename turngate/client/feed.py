@@ -290,7 +290,7 @@ def _check_mark(name: str, expected: str, current: str) -> None:
             why = "it was deleted and recreated, or the data folder changed"
             alternative = ", or use the mark and a number of the current feed"
         raise OtherFeed(
-            f"feed {name}: the feed that this position belongs to (mark {expected}) no longer exists: {why}; start from the "
+            f"feed {name}: the feed in the checkpoint (mark {expected}) no longer exists: {why}; start from the "
             f"beginning, without 'after' and 'mark'{alternative}"
         )
 

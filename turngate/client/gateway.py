@@ -69,7 +69,7 @@ class GatewayClient(FeedClient):
     async def pause(self, mode: PauseMode = "hold", limit_s: float | None = None) -> FenceView:
         """Hold new calls. Mode `drain` also waits, without a time limit, until calls in flight have ended. Mode `keep` freezes them.
 
-        If calls are not resumed within `limit_s` seconds, they continue at the old version.
+        If calls are not resumed within `limit_s` seconds, the trainer is presumed gone, and calls continue at the old version.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
@@ -151,7 +151,7 @@ class GatewayClient(FeedClient):
         return (await self._request("GET", f"/admin/attempts?rollout={quote(rollout, safe='')}", AttemptList)).attempts
 
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[SessionOutcome]:
-        """Mark an attempt as superseded, unless it already has an outcome. After that, it can be neither opened nor trained.
+        """Mark an attempt as superseded, unless it already has an outcome. A superseded attempt can be neither opened nor trained.
 
         If the returned state is not `superseded`, use the returned outcome. `session` is the id that was chosen for the attempt's session.
         """
@@ -181,8 +181,8 @@ class GatewayClient(FeedClient):
         """Yield the events of one session, or of all sessions if `session` is empty.
 
         `after` is the `seq` of the last event that the caller has read, or 0 to start at the beginning. The stream survives gateway
-        restarts without losing or repeating an event. It ends if the gateway does not know the session or does not accept the key. With
-        `wait=False`, it stops after the existing events.
+        restarts without losing or repeating an event. It ends without an error if the gateway does not know the session or does not accept
+        the key. With `wait=False`, it stops after the existing events.
         """
         assert self._http is not None, "use the client as a context manager"
         path = f"/admin/sessions/{quote(session)}/events" if session else "/admin/events"

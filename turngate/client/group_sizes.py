@@ -85,8 +85,8 @@ class GroupSizeWatch:
     def _describe(self, groups: tuple[IncompleteGroup, ...]) -> str:
         if not groups:
             return (
-                "no group is incomplete; if no batch is running, start one, or read earlier groups again by opening a feed with another "
-                "name and from_start=True"
+                "there are no undelivered rollouts; if no batch is running, start one, or read earlier groups again by opening a feed with "
+                "another name and from_start=True"
             )
         more = f" (incomplete groups: {len(groups)})" if len(groups) > 1 else ""
         return f"group {groups[0].group} has {groups[0].rollouts} of {self._n} rollouts{more}"

@@ -393,7 +393,7 @@ def parse_history(mark: str) -> str:
 
 
 def remove_history(mark: str) -> str:
-    """Return the part of a feed's mark that identifies the feed in all histories of its store."""
+    """Return a feed's mark without the part that changes when the store is restored from a backup."""
     return "-".join(mark.split("-", 2)[:2])
 
 

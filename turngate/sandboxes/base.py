@@ -87,7 +87,10 @@ class Job(Protocol):
     """A command running in the background."""
 
     async def wait(self) -> int:
-        """Wait until the command has ended, and return its exit code: 128 + n if signal n ended it, and never 0 if it was killed."""
+        """Wait until the command has ended, and return its exit code.
+
+        It is 128 + n if signal n ended the command, and 137 if no exit code was reported, for example because the sandbox has ended.
+        """
 
     async def kill(self, grace_s: float = 2.0) -> None:
         """End the command and all processes that it started, with SIGTERM and, after `grace_s`, with SIGKILL.

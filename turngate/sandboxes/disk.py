@@ -57,7 +57,7 @@ class DiskWatch:
     """Measures one sandbox. Calls `on_exceeded` with an error if the sandbox uses more than `limit` bytes.
 
     If the machine's disk is nearly full, more than `RESERVE_BYTES` is already too much. `folder` is on the file system that the sandbox
-    uses. Each call of `on_exceeded` allows the sandbox another `limit` bytes, because its files are still there.
+    uses. After each call of `on_exceeded`, the sandbox may use another `limit` bytes, because its files are still there.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 It uses the `docker` command, which respects the user's setup (contexts, rootless mode, podman as a replacement) and needs no Python
 package. The official SDK is not used, because it blocks. The container's main process is a `sleep` that lasts for the sandbox's lifetime.
-When it ends, Docker removes the container, even if this process has died. Commands run with `docker exec`, which reports true exit codes.
+When it ends, Docker removes the container, even if Turngate has died. Commands run with `docker exec`, which reports true exit codes.
 
 A container has no privileges and cannot gain any. It has no network unless one is requested. The number of its processes is limited. Its
 memory and CPU are limited if requested. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which

@@ -112,7 +112,7 @@ def _compile_route(path: str) -> re.Pattern[str]:
 def _socket_mode(folder: Path) -> int:
     """Return the mode for a socket in `folder`: 0o666 if other users, such as the user of a container, may enter the folder, else 0o600.
 
-    The parent of a folder that other users may enter is private.
+    Mode 0o666 is safe, because the parent of a folder that other users may enter is private.
     """
     return 0o666 if folder.stat().st_mode & 0o007 else 0o600
 

@@ -269,7 +269,7 @@ def _reap() -> None:
 
 
 def _become(message: Dict[str, Any], fds: List[int]) -> None:
-    """Run as a supervisor or a guard, and exit. The function never returns. In the agent's process, it raises `TakeOver`."""
+    """Run as a supervisor or a guard, then exit. In a process forked to run the agent, raise `TakeOver` instead. Never return."""
     resource.setrlimit(resource.RLIMIT_DATA, State.limits)
     if State.control is not None:
         State.control.close()

@@ -164,7 +164,7 @@ class PosixSandbox(ABC):
         full_env = self.build_env(env)
         if not command or any("\0" in word for word in (*command, cwd, *full_env, *full_env.values())):
             raise SandboxError(
-                "a command must not be empty, and its arguments and variables must not contain a NUL character"
+                "a command must not be empty, and its arguments, environment variables and paths must not contain a NUL character"
             )
         if any(not name or "=" in name for name in full_env):
             raise SandboxError("an environment variable's name must not be empty or contain '='")
@@ -213,7 +213,7 @@ def redirect(command: Sequence[str], stdout: str, stderr: str) -> list[str]:
 async def _wait_or_kill(job: Job, timeout_s: float | None, overflowed: asyncio.Event) -> tuple[int, bool]:
     """Wait for a command, and return its exit code and whether it timed out.
 
-    The command is killed if it times out, prints too much, or this call is cancelled.
+    The command is killed if it times out or prints too much, or if this call is cancelled.
     """
     waiting, overflowing = asyncio.ensure_future(job.wait()), asyncio.ensure_future(overflowed.wait())
     try:

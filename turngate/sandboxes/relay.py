@@ -571,7 +571,7 @@ def write_atomically(path: str, text: str) -> None:
 
 
 async def report_reached(port: int, path: Optional[str]) -> None:
-    """Write to the file `path` whether the gateway answers through this relay. The relay checks itself: a new process would be slower."""
+    """Write to the file `path` whether the gateway answers through this relay. A separate process for this check would be slower."""
     if not path:
         return
     try:

@@ -391,7 +391,7 @@ def run_script(
     """Return a script that execs the command. It sets the variables itself, because a login shell's profile may change them."""
     if not command or any("\0" in word for word in (*command, cwd, out, err, *env, *env.values())):
         raise SandboxError(
-            "a command must not be empty, and its arguments and variables must not contain a NUL character"
+            "a command must not be empty, and its arguments, environment variables and paths must not contain a NUL character"
         )
     lines = [f"echo $$ >{folder}/pid"]
     lines += [f'mkdir -p "$(dirname {shlex.quote(path)})"' for path in (out, err) if not path.startswith(folder)]

@@ -128,7 +128,7 @@ class SupervisedSandbox(PosixSandbox):
     def _limit(self, processes: Sequence[int]) -> None:
         """Apply the limits on CPU, memory and process count to `processes` and their future descendants.
 
-        If the machine runs out of memory, the kernel kills these processes first.
+        Also make the kernel kill these processes first if the machine runs out of memory.
         """
         limits = self._spec.resources
         cgroups.apply_limits(self.id, limits, processes)

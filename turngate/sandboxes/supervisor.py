@@ -169,7 +169,7 @@ def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guard
 
 
 def _adopt_guard(job: str, guard: int, fds: list[int], guards: Guards) -> None:
-    """Register a process that a fork server made our child as the guard of a command, and let it start the command."""
+    """Register a guard that a fork server has forked and made our child, and let it start its command."""
     status, waiting = fds
     try:
         if os.waitpid(guard, os.WNOHANG) == (0, 0):

@@ -107,11 +107,7 @@ class Tunnel:
             if not found.done():
                 await asyncio.wait([found], timeout=0.2)  # its last lines may still arrive
             if not found.done():
-                end = (
-                    f"exited with code {process.returncode}"
-                    if ended.done()
-                    else f"took longer than {self.start_s:.0f} s"
-                )
+                end = f"exited with code {process.returncode}" if ended.done() else f"ran for {self.start_s:.0f} s"
                 raise SandboxError(
                     f"the tunnel command {end} without printing a URL; its last lines: {' | '.join(lines[-5:])[-400:]}"
                 )

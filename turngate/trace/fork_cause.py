@@ -3,7 +3,7 @@
 retry       the same request again, because its answer was lost or the client marked it as a retry
 resample    the same request again, for a second answer
 branch      a second continuation of a turn
-edited      a changed history, with an answer that the model never gave or a different question
+edited      a changed history: a question differs, or the model never gave one of the answers
 compaction  the same conversation, shortened: it repeats or quotes a part of the earlier one
 handoff     another agent takes over: its request repeats answers of the conversation, with a different system prompt
 subagent    a sub-agent's own conversation
