@@ -37,7 +37,7 @@ def _print_engines(view: EnginesView) -> None:
         say(
             console,
             "No vllm or sglang engines are listed. If the gateway was started with --engine vllm or sglang, add one with: "
-            "turngate engines add URL. API keys cannot list engines, so set TURNGATE_ADMIN_KEY to the admin key.",
+            "turngate engines add URL. If TURNGATE_ADMIN_KEY is an API key, set it to the admin key: API keys cannot list engines.",
         )
         return
     table = Table(box=None, pad_edge=False)

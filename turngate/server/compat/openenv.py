@@ -246,7 +246,11 @@ def _trace_view(view: SessionView) -> TraceView:
 def _encode_entries(view: SessionView) -> bytes:
     kind = _capture_kind(view.session)
     if kind["rollout_type"] == "eval":
-        why = "is an evaluation" if kind["capture_level"] == "tokens" else "has turns whose tokens were not captured"
+        why = (
+            "is an evaluation"
+            if kind["capture_level"] == "tokens"
+            else "was recorded in observe mode without all token ids"
+        )
         raise Conflict(f"this session {why}, so it has no entries to train on; use /rollout to read it")
     entries = []
     for turn in training_turns(_trace_view(view)):
