@@ -177,13 +177,14 @@ def _read(path: Path) -> bytes:
 
 
 class Processes(threading.Thread):
-    """A thread that reads the command lines of all processes on the machine until it is stopped."""
+    """A thread that reads the command lines of the processes on the machine that began after it, until it is stopped."""
 
     def __init__(self, every_s: float = 0.015) -> None:
         super().__init__(name="processes", daemon=True)
         self._every_s = every_s
         self._over = threading.Event()
         self._seen: set[bytes] = set()
+        self._older: set[str] = set()  # ids of processes that were there before
         self.looks = 0
 
     def run(self) -> None:
@@ -191,13 +192,14 @@ class Processes(threading.Thread):
             self._look()
 
     def _look(self) -> None:
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    with open(f"/proc/{name}/cmdline", "rb", buffering=0) as file:
-                        self._seen.add(file.read(_MAX_BYTES))
-                except OSError:  # the process has ended
-                    pass
+        names = {name for name in os.listdir("/proc") if name.isdigit()}
+        self._older &= names  # the id of a process that has ended can be given again
+        for name in names - self._older:
+            try:
+                with open(f"/proc/{name}/cmdline", "rb", buffering=0) as file:
+                    self._seen.add(file.read(_MAX_BYTES))
+            except OSError:  # the process has ended
+                pass
         self.looks += 1
 
     def lines(self) -> list[bytes]:
@@ -206,6 +208,7 @@ class Processes(threading.Thread):
 
     @contextmanager
     def watch(self) -> Iterator[Processes]:
+        self._older = {name for name in os.listdir("/proc") if name.isdigit()}
         self.start()
         try:
             yield self

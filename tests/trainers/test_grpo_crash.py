@@ -18,15 +18,16 @@ from tests.speed import scaled
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import Step
 
-pytestmark = [pytest.mark.process, pytest.mark.full]
+pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.soak]
 
-KILLS, STEPS, EVERY = 5, 9, 2
+KILLS, MIN_KILLS = 5, 2
+STEPS, EVERY = 9, 2
 LONGEST_S = 120.0
 
 
-def test_kills_lose_nothing_and_train_nothing_twice(tmp_path: Path) -> None:
+def test_kills_lose_nothing_and_train_nothing_twice(tmp_path: Path, storm_scale: float) -> None:
     rng = random.Random(6)
-    for _ in range(KILLS):
+    for _ in range(max(MIN_KILLS, round(KILLS * storm_scale))):
         _run(tmp_path, kill_after=rng.uniform(0.0, 0.15))
     output = _run(tmp_path)
     found = checkpoint.find_newest(tmp_path / "checkpoints")
