@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.renderer_fixtures import renderer_params
-from turngate.errors import ConfigError
+from turngate.errors import BadRequest, ConfigError
 from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.render.certify import CASES
 from turngate.render.renderer import TemplateRenderer
-from turngate.render.template import _to_wire
+from turngate.render.template import Template, _to_wire
 from turngate.render.tokenizer import Tokenizer, probe_corpus
 from turngate.types import Message
 
@@ -114,6 +114,18 @@ def test_rejected_system_message_moves_into_question(tmp_path: Path) -> None:
     renderer, _ = load_renderer(folder_with(tmp_path, refusing))
     text = renderer.tokenizer.decode(renderer.render([Message("system", "Be kind."), Message("user", "hi")], (), {}))
     assert text.startswith("<|im_start|>user\nBe kind.\n\nhi<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "use", ["messages.append(1)", "messages[0].pop('role')", "messages[0].role.__class__.__name__"]
+)
+def test_sandbox_refuses_unsafe_attributes_each_time(use: str) -> None:
+    template = Template("{% if attack %}{{ " + use + " }}{% endif %}{{ messages[0].role.upper() }}", {})
+    messages = [Message("user", "hi")]
+    for _ in range(2):
+        assert template.text(messages, generate=False, kwargs={}) == "USER"
+        with pytest.raises(BadRequest, match="is unsafe"):
+            template.text(messages, generate=False, kwargs={"attack": True})
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,26 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox decides by the type of an object and the name of an attribute. This one remembers its decisions.
+
+    Deciding anew each time takes an eighth of the time of rendering.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._decisions: dict[tuple[type, str], bool] = {}  # of attributes that exist
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        key = type(obj), attr
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = self._decisions[key] = super().is_safe_attribute(obj, attr, value)
+        return decision
+
+
 def _build_environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
