@@ -159,7 +159,7 @@ def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quote
 
 
 def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:
-    """Return the cause of a conversation that repeats an earlier one with different tools or a different system prompt, or None."""
+    """Return the cause if the conversation repeats an earlier one but changes its tools or system prompt. Otherwise, return None."""
     head, question = request.meaning(0), _first_question(request)
     # A title or summary is never revised, nor is a request without tools that preceded the first conversation with tools.
     known = [root for root in trace.roots if root.info.cause != "side" and not root.info.signals.is_aside]
@@ -177,12 +177,12 @@ def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, rep
 
 
 def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | None:
-    """Return the turn whose summary a shortened conversation begins with, or None. `quoted` are the turns that the conversation quotes.
+    """Return the turn that wrote the summary at the start of a shortened conversation, or None.
 
-    The summary is the newest quoted turn, if all of these hold:
+    `quoted` are the turns that the shortened conversation quotes. The newest of them wrote the summary, if all of these hold:
 
     - It makes no tool calls, and no turn follows it.
-    - The turn before it, if any, is not a quoted answer too. If both are quoted, the quoting text is a transcript.
+    - The turn before it, if any, is not quoted or makes tool calls. If two successive answers are quoted, the quoting text is a transcript.
     - The agent's signals mark it as a side call or a summary, or else what it summarizes has at least two turns or was already shortened.
       Otherwise, it may be a plan or a review.
 

@@ -176,8 +176,8 @@ def _check_same_weights(one: LagMismatch, limits: MismatchLimits) -> list[Mismat
     over = one.count_over(limits.difference) if limits.difference else 0
     if limits.share and over / one.tokens > limits.share:
         message = (
-            f"the log-probabilities of {over:,} of {one.tokens:,} tokens ({over / one.tokens:.1%}, limit {limits.share:.1%}) differ by "
-            f"more than {limits.difference:g} nats, {_SAME_WEIGHTS}"
+            f"the log-probabilities of engine and trainer differ by more than {limits.difference:g} nats for {over:,} of {one.tokens:,} "
+            f"tokens ({over / one.tokens:.1%}, limit {limits.share:.1%}), {_SAME_WEIGHTS}"
         )
         alarms.append(MismatchAlarm("difference", message))
     if limits.kl and one.k3 is not None and one.k3 > limits.kl:
@@ -193,8 +193,8 @@ def _check_stale(lags: Sequence[LagMismatch], limits: MismatchLimits) -> list[Mi
     if not limits.stale_kl or k3 <= limits.stale_kl:
         return []
     message = (
-        f"the policy has moved by {k3:.2g} nats per token (limit {limits.stale_kl:g}) since tokens were sampled with older or unknown "
-        f"weights (tokens: {tokens:,}); train on fresher rollouts (lower the feed's max_staleness, or let agents run fewer groups "
+        f"the trainer's policy diverges by {k3:.2g} nats per token (limit {limits.stale_kl:g}) from the older or unknown weights that "
+        f"sampled {tokens:,} of the tokens; train on fresher rollouts (lower the feed's max_staleness, or let agents run fewer groups "
         "ahead), or lower the learning rate"
     )
     return [MismatchAlarm("stale_kl", message)]

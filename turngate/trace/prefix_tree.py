@@ -1,4 +1,4 @@
-"""A tree of segments that stores tokens shared by several rows only once.
+"""A tree of segments, in which tokens that several rows share are stored only once.
 
     row 0:  A B C          segments   A ─► B ─► C         tokens   A B C D E
     row 1:  A B D                          └──► D
@@ -41,7 +41,7 @@ class PrefixLayout(msgspec.Struct, frozen=True):
 
     @property
     def starts(self) -> list[int]:
-        """The index of the first token of each range if the tokens of all ranges are concatenated, and the total at the end."""
+        """The index of each range's first token among the concatenated tokens of all ranges, followed by the total number of tokens."""
         return [0, *np.cumsum([part.end - part.start for part in self.ranges]).tolist()]
 
     def pack(self, columns: Sequence[np.ndarray]) -> np.ndarray:
@@ -266,7 +266,9 @@ class UnequalSideData(ValueError):
 
 
 def build_tree(rows: Sequence[Sample], rollouts: Sequence[int] | None = None) -> PrefixTree:
-    """Build the tree of the rows of one or more rollouts. `rollouts` has the number of each row's rollout; None: all rows are from one.
+    """Build the tree of the rows of one or more rollouts.
+
+    `rollouts` has one integer per row, which identifies the row's rollout. None: all rows belong to the same rollout.
 
     Rows share tokens with the same ids, turn and side data. Different turns never share tokens, because each has its own log-probabilities.
     """

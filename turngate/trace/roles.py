@@ -16,7 +16,8 @@ rule        what the agent's description declares about system prompts, messages
 structure   which conversation continues which, which quotes the answers of which, and how long the answers are
 none        nothing decided, so the role is `unknown`
 
-The rules of an agent's description apply in their order, whether they read a header or the content of the request.
+Roles that the agent states in headers or fields are read by rules of its description, too. All rules apply in the order of the
+description, so one about a system prompt can take precedence over one about a header.
 """
 
 from __future__ import annotations
@@ -244,9 +245,9 @@ class _Structure:
     def _find_main(self) -> Context | None:
         """Return the first root of the main line, or None. The main line is the first one with tools, or else the one with the most turns.
 
-        Among lines with the most turns, those that are only one short answer, such as a title, are chosen last, and those whose answers no
-        other line uses are chosen first. If several short answers without a common system prompt remain, such as a title and an answer to
-        the user, there is no main line, because their order proves nothing.
+        If several lines have the most turns, one that is more than a single short answer (such as a title) is preferred, and then one whose
+        answers no other line uses. If several short answers without a common system prompt remain, such as a title and an answer to the
+        user, there is no main line, because their order proves nothing.
         """
         with_tools = next((root for root in self._own if root.info.has_tools), None)
         if with_tools is not None:
@@ -424,7 +425,7 @@ def _first_question(root: Context) -> bytes | None:
 
 
 def _find_superseded(crowded: list[Context]) -> set[int]:
-    """Return the ids of turns that the agent abandoned, because it continued a different answer to the same request or retried it."""
+    """Return the ids of the turns that the agent abandoned: it continued another answer to the same request, or retried the request."""
     superseded: set[int] = set()
     for context in crowded:
         answers = context.children

@@ -86,7 +86,9 @@ def decode_values(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) 
     sizes = np.frombuffer(data, "<u4", count, 4)
     items = np.frombuffer(data, kind, offset=4 + 4 * count) if len(data) > 4 + 4 * count else np.empty(0, kind)
     if int(sizes.sum(dtype=np.int64)) != len(items):
-        raise ValueError(f"the sizes of the lists do not add up to {len(items)}, the length of the data")
+        raise ValueError(
+            f"the sizes of the lists add up to {sizes.sum(dtype=np.int64)}, but the data has {len(items)} values"
+        )
     return RaggedArray.from_sizes(sizes, items)
 
 
@@ -107,13 +109,16 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
     _check_array(array)
     if array.first < -prompt:
         raise InvalidSideData(
-            f"{array.name} starts at {array.first}, which is before the start of the prompt (tokens in the prompt: {prompt})"
+            f"{array.name} starts at token {array.first}, but the prompt starts at token {-prompt} (token 0 is the first of the reply)"
         )
     before = [each for each in known if each.name == array.name]
     if before:
         kinds = [_kind(before[-1].values)]
         if array.first < before[-1].end:
-            raise InvalidSideData(f"{array.name} has two values for the same token, or values that are out of order")
+            raise InvalidSideData(
+                f"{array.name} has values for token {before[-1].end - 1} and then for token {array.first}; values must be in the order of "
+                "the tokens, at most one for each"
+            )
     else:
         kinds = [(side.dtype, side.shape) for _, _, side in list_ranges(parent, array.name)]
     _check_same_kind(array, kinds)

@@ -104,9 +104,10 @@ def _describe_refused(refused: RefusedCalls) -> str:
 def _find_main_turns(
     turns: Sequence[Sampled], role_of: Mapping[int, TurnRole], policy: TrainingPolicy
 ) -> list[Sampled]:
-    """Return the turns that are expected to be trained: those of the main conversation, or of all trained roles if `main` is not one.
+    """Return the turns that are expected to be trained.
 
-    If there are none, return all turns that were neither superseded nor aborted. If there are none of these either, return all turns.
+    These are the turns with the role `main` or, if the policy does not train `main`, with any role that it trains. If there are none,
+    return all turns that were neither superseded nor aborted. If there are none of these either, return all turns.
     """
     expected = ("main",) if "main" in policy.roles else policy.roles
     main = [turn for turn in turns if role_of[turn.id] in expected]

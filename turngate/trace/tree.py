@@ -223,7 +223,7 @@ class Trace:
         return Location(node, at, None, request)
 
     def count_repeated(self, request: RequestMessages) -> int:
-        """Return how many messages of a request `locate` need not compare by meaning, because a recent request has the same bytes."""
+        """Return how many first messages of a request repeat a recent one byte for byte. `locate` compares only the rest by meaning."""
         return self._start_at_recent(request)[1]
 
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:

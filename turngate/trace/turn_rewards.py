@@ -43,7 +43,7 @@ class TurnReward(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class RowReward(msgspec.Struct, frozen=True):
-    """The reward of a turn that a row trains, with the tokens of the row that it belongs to."""
+    """The reward of a turn that a row trains, and the range of the row's tokens that the reward is for."""
 
     node: int
     start: int
@@ -153,7 +153,8 @@ def _find_caller(
 def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[TurnRecord]:
     """Return the turns that may have made a call of a host tool. If there is only one, it is treated as the caller.
 
-    Only turns after which the conversation had not continued yet are considered. Return the first of these sets that is not empty:
+    Turns are considered as they were at the time of the call, and only if the conversation had not continued after them yet. Return the
+    first of these sets that is not empty:
 
     1. the turns that had ended and whose tool calls name the host tool
     2. the turns that had ended with a tool call, and those that had not ended but whose tool calls name the host tool (agents may run a
@@ -177,9 +178,9 @@ def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[Turn
 def reward_tool_calls(
     tools: Iterable[HostTool], turns: Sequence[TurnRecord], calls: Iterable[ToolCallRecord]
 ) -> dict[TurnReward, TurnReward]:
-    """Return the rewards that host tools give for their calls. Each key is a reward without `turn`, and its value has `turn` set.
+    """Return the rewards that host tools give for their calls, as a mapping from the reward without `turn` to the reward with `turn`.
 
-    If it cannot be decided which turn made a call, `turn` is None in the value too.
+    If it cannot be decided which turn made a call, `turn` stays None.
     """
     values = {tool.name: tool.reward for tool in tools if tool.reward is not None}
     rewards = {}

@@ -68,7 +68,7 @@ def _summarize_kinds(before: Iterable[RewardTotal], after: Iterable[RewardTotal]
 def _choose_example(
     before: Iterable[RewardTotal], after: Iterable[RewardTotal], find_rollouts: FindRollouts
 ) -> dict[str, Json] | None:
-    """Return the task whose mean reward rose most, with a rollout of its first version and one of its last.
+    """Return the task whose mean reward rose most, with a rollout from the first policy version at which it was run and one from the last.
 
     They are the rollouts whose rewards are closest to the means before and after. Ties are resolved in favor of the first task by name
     and of the oldest rollout. Return None if no mean rose, or if the rollouts were deleted in the meantime.

@@ -3,7 +3,7 @@
  * cannot disguise a name or an output.
  */
 
-/** All but tab and newline. Joiners, emoji variation selectors and visible spaces are kept, because they change what is shown. */
+/** Invisible characters, except tab, newline, joiners, emoji variation selectors and visible spaces, which change what is shown. */
 export const HIDDEN = new RegExp(
   `[${[
     "\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad", // control characters, soft hyphen

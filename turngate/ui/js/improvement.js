@@ -110,7 +110,8 @@ export class BeforeAfter {
     return panel(
       `Before and after: ${example.task}`,
       `The task whose mean reward rose most: from ${meanText(before)} in ${first} to ${meanText(after)} in ${last}. ` +
-        `Shown are the rollouts closest to these means in the task's first version, ${before.version}, and in its last, ${after.version}.`,
+        "Shown are the rollouts with the rewards closest to these means, from the first and the last policy version at which the task " +
+        `was run (${before.version} and ${after.version}).`,
       el("p", null, el("a", { href: href(["compare", before.rollout, after.rollout]), text: "Compare them turn by turn" })),
       this.body,
     );

@@ -70,7 +70,7 @@ export class List {
     await this.#fetch(first, age, true);
   }
 
-  /** Update loaded rows. Return whether all of them were loaded. @param {Json[]} rows */
+  /** Replace those of `rows` that the list has loaded. Return whether it has loaded all of them. @param {Json[]} rows */
   update(rows) {
     let known = true;
     const touched = new Set();

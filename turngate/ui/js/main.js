@@ -131,7 +131,7 @@ async function enter() {
 }
 
 /**
- * While the lists of a shared store are being filled, say that rollouts are missing from them. Then show the view again.
+ * While the lists of a shared store are being filled, say that rollouts are missing from them. Show the view again when they are complete.
  * @param {api.Json} got
  */
 function watchFilling(got) {

@@ -94,7 +94,7 @@ function points(counts) {
 }
 
 /**
- * Return the upper edge of a bucket. The last bucket has none.
+ * Return the label of a bucket: its upper edge or, for the last bucket, `>` and its lower edge.
  * @param {number[]} edges @param {number} place @param {(edge: number) => number} convert
  */
 function label(edges, place, convert) {

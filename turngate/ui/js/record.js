@@ -71,8 +71,8 @@ export class Record {
   }
 
   /**
-   * Return nodes in the order of recording: those of the main conversation, across compactions, or all.
-   * @param {boolean} [all]
+   * Return the ids of the main conversation's nodes, including those from before compactions, in the order of recording.
+   * @param {boolean} [all] return the ids of all nodes instead
    * @returns {number[]}
    */
   inOrder(all = false) {

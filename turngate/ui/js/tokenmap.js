@@ -1,6 +1,6 @@
 /**
- * A minimap of the branch beside its tokens: each row of pixels has the color of the least likely token there. A click scrolls to it.
- * Keyboard users can press `n` and `N` instead.
+ * A minimap of the branch beside its tokens: each row of pixels has the color of the least likely token there. A click scrolls to that
+ * place. Keyboard users can press `n` and `N` instead.
  */
 
 import { stepOf } from "./probability.js";

@@ -28,7 +28,7 @@ const COLUMNS = [
   {
     name: "signal",
     label: "Signal",
-    title: "Whether the rewards of trained rollouts differ, so that a trainer can learn from the group",
+    title: "Whether the rewards of trained rollouts differ: only then can a trainer learn from the group",
     cell: (row) => signal(row),
   },
   { name: "count", label: "Rollouts", sort: "rollouts", cell: (row) => count(row.rollouts), num: true },

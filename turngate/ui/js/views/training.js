@@ -1,6 +1,6 @@
 /**
- * Training progress: rewards by time, version, step or kind of task; a rollout before and one after; staleness; throughput; entropy;
- * log-probabilities of trainers; and the state of each feed.
+ * Training progress: rewards by time, version, step or kind of task; a rollout from early in training and a late one; staleness;
+ * throughput; entropy; how log-probabilities of trainer and engine differ; and the state of each feed.
  */
 
 import * as api from "../api.js";
