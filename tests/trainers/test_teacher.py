@@ -575,7 +575,7 @@ def test_verify_checks_cached_scores(recording: Recording, server: TeacherServer
         ("logprobs", lambda data: np.full(len(data) // 4, -9999, "<f4").tobytes(), "missing"),
         ("logprobs", lambda data: data[:-4], "wrong length"),
         ("logprobs", lambda data: b"\x01" + data[1:], "checksum"),
-        ("logprobs", lambda data: np.zeros(len(data) // 4, "<f4").tobytes(), "in the wrong order"),
+        ("logprobs", lambda data: np.zeros(len(data) // 4, "<f4").tobytes(), "all less likely"),
         ("top_ids", lambda data: np.full(len(data) // 4, -1, "<i4").tobytes(), "negative id"),
         ("turn", lambda data: b"x" * 16, "belong to no turn"),
     ],

@@ -39,7 +39,7 @@ class ClientArguments(TypedDict, total=False):
 
 
 class RunArguments(TypedDict, total=False):
-    """Arguments of one rollout. All are optional. The first four apply only if the task is an instruction."""
+    """Arguments of one rollout. All are optional. The first four (up to `task_id`) are allowed only if the task is an instruction."""
 
     test_script: str  # bash script that grades the agent's work in a fresh sandbox; without one, there is no reward
     files: Mapping[str, str | bytes]  # files for the working folder, path → content

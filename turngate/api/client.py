@@ -100,7 +100,11 @@ class Client:
         self._reader: TokenReader | None = None
 
     def _settings(self, given: ClientSettings) -> dict[str, Any]:
-        """Return the service settings. Without `config`, any image and agent are allowed, and the limits are higher than a service's."""
+        """Return the client's arguments as service settings. None leaves a setting unchanged.
+
+        If the caller passed no service settings, all images and the client's agent are allowed, and the limits are higher than a service's
+        defaults.
+        """
         agent = models.find_agent_name(given.agent)
         trusted = {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _MAX_TIMEOUT_S}
         return {

@@ -1,4 +1,4 @@
-"""Run a client's rollouts on a Ray cluster as one batch (`service/cluster_batch.py`), and convert its results."""
+"""Run a client's rollouts on a Ray cluster as one batch (`service/cluster_batch.py`), and convert the batch's results to `Result`s."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def resolve_model(
 ) -> tuple[ServiceConfig, str]:
     """Return service settings whose catalog has the model, and the model's key in the catalog.
 
-    `overrides` replace settings, except those that are None.
+    The values in `overrides` replace settings, except where a value is None.
     """
     if not isinstance(model, str | Endpoint | ServiceConfig):
         raise BadRequest(
@@ -169,9 +169,9 @@ def find_agent_name(agent: str) -> str:
 
 
 def list_agents_with(agent: str) -> list[str] | None:
-    """Return the agents that a service must allow: the presets and `agent`. Return None if it allows `agent` by default.
+    """Return the value of the setting `agents` with which a service allows `agent`: the presets and `agent`.
 
-    A service allows `shell` or an agent's file only if its settings list it.
+    Return None if the service allows `agent` by default. It allows `shell` or an agent's TOML file only if the setting lists it.
     """
     if not agent or (agent == find_agent_name(agent) and agent != _SHELL):
         return None

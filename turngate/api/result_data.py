@@ -1,4 +1,4 @@
-"""The data of a result: the rollout's outcome, and its turns token by token. The values do not need the gateway and can be pickled."""
+"""The data of a result: the rollout's outcome, and its turns token by token. The data can be used without the gateway, and pickled."""
 
 from __future__ import annotations
 

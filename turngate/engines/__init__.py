@@ -1,1 +1,1 @@
-"""Engines sample tokens. `base` defines the interface, the other modules implement it, and `pool` spreads sessions over several engines."""
+"""Engines sample tokens. `base` defines the interface and lists its implementations, and `pool` spreads sessions over several engines."""

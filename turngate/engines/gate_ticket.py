@@ -74,10 +74,13 @@ class Ticket:
         stops = np.flatnonzero(np.isin(ids, request.stop_ids))
         if len(stops) and (stops[0] != len(ids) - 1 or finish == "length"):
             where = int(stops[0])
-            raise BadRequest(
-                f"ids[{where}] is the stop token {int(ids[where])}, which must be the last token of an answer with finish 'stop'",
-                param="ids",
+            is_last = where == len(ids) - 1
+            problem = (
+                "so finish must be 'stop', not 'length'"
+                if is_last
+                else "but it is not the last id; end the answer there"
             )
+            raise BadRequest(f"ids[{where}] is the stop token {int(ids[where])}, {problem}", param="ids")
 
     def version_range(self, version: int | None, current: int) -> tuple[int, int]:
         """Return the policy versions of a part's first and last token, given the gateway's `current` version."""

@@ -44,7 +44,7 @@ class ScoringEngine(Protocol):
     name: str
 
     def score(self, ids: Ids, spans: Sequence[Span], top_k: int = 0) -> list[TokenScores]:
-        """Return the scores of the tokens in each span of `ids`, in the order of the spans. They are checked with `check_scores`."""
+        """Return the scores of the tokens in each span of `ids`, in the order of the spans. The scores have passed `check_scores`."""
 
     def find_model(self) -> str:
         """Return the name of the model that scores. Raise an error if the engine does not have it."""
@@ -76,13 +76,10 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
             raise InvalidScores(f"{where} have a most likely token with a negative id")
         ordered = np.column_stack([found.top_logprobs, found.logprobs]) if top_k else found.logprobs[:, None]
         best = ordered.max(axis=1, initial=-np.inf)
-        if top_k and (
-            (np.diff(found.top_logprobs, axis=1) > TOLERANCE).any()
-            or (best > found.top_logprobs[:, 0] + TOLERANCE).any()
-        ):
-            raise InvalidScores(
-                f"{where} have most likely tokens that are in the wrong order or less likely than the token itself"
-            )
+        if top_k and (np.diff(found.top_logprobs, axis=1) > TOLERANCE).any():
+            raise InvalidScores(f"{where} have most likely tokens that are not sorted by probability")
+        if top_k and (best > found.top_logprobs[:, 0] + TOLERANCE).any():
+            raise InvalidScores(f"{where} include a token that is more likely than all of its most likely tokens")
 
 
 class _Candidate(msgspec.Struct):

@@ -1,7 +1,7 @@
 """The SGLang engine: sends token ids to the native `/generate` API, and receives sampled ids and log-probabilities.
 
-Tested against SGLang 0.5.23 on a CPU (`tests/real/test_sglang.py`). What that server cannot test (older versions, adapters, grammars
-and data-parallel ranks) is tested against a stand-in.
+Tested against SGLang 0.5.23 on a CPU (`tests/real/test_sglang.py`). What cannot be tested on that server (older versions, adapters,
+grammars and data-parallel ranks) is tested against a stand-in.
 
 Peculiarities of SGLang's wire format:
 

@@ -151,10 +151,19 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     param="modes",
                 )
         elif not self.supported_modes:
-            missing = "model_folder" if self.scheme == "local" else "tokenizer" if self.kind.exact else "url"
+            if self.scheme == "local":
+                raise ConfigError(
+                    f"{where} supports no mode, because model_folder is not set; set it to the model's folder",
+                    param="model_folder",
+                )
+            if self.kind.exact:
+                raise ConfigError(
+                    f"{where} supports no mode; set tokenizer, or set url to exactly one URL for observe mode",
+                    param="tokenizer",
+                )
             raise ConfigError(
-                f"{where} supports no mode, because {missing} is not set or cannot be used with {self.scheme}",
-                param=missing,
+                f"{where}.url must be one URL, not {len(self.urls)}, because {self.scheme} endpoints cannot have replicas",
+                param="url",
             )
         for mode in self.modes:
             if mode not in self.supported_modes:

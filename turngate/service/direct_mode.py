@@ -178,7 +178,7 @@ class Forwarder:
 
 
 def _remove_session_key(query: str) -> str:
-    """Remove the key that the session gave the agent from a query such as `alt=sse&key=none`. Gemini clients may send it there."""
+    """Remove the session's key from a query such as `alt=sse&key=none`. Gemini clients may send their key in the query."""
     return "&".join(field for field in query.split("&") if field != f"key={PLACEHOLDER}")
 
 

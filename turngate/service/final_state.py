@@ -1,4 +1,4 @@
-"""Derive the final state of a rollout from its outcome, from the error that ended it, or from its events after a crash. No I/O."""
+"""Derive the final state of a rollout from its outcome, from the error that ended it or, after a crash, from its events. No I/O."""
 
 from __future__ import annotations
 

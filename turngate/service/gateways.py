@@ -198,8 +198,9 @@ def _admin_key(name: str) -> str:
         return read_admin_key()
     key = read_key(name)
     if not key or not key.isprintable():
+        problem = "contains unprintable characters" if key else "is not set"
         raise ConfigError(
-            f"key_env names the environment variable {name}, which is not set or does not contain a key; set it to the gateway's admin key",
+            f"key_env names the environment variable {name}, which {problem}; set it to the gateway's admin key",
             param="key_env",
         )
     return key

@@ -275,7 +275,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="get_state",
             title="Get the state of a rollout",
-            description="Return the status and stage of a rollout, and its turns, tokens and seconds so far.",
+            description="Return the status and stage of a rollout, and how many turns, tokens and seconds it has used so far.",
             arguments=(RolloutArguments,),
             result=RolloutState,
             call=_state,
@@ -302,7 +302,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="abort_rollout",
             title="Abort a rollout",
-            description="Stop the generation and the sandbox of a rollout, and return when both are gone. Recorded data is kept. A rollout "
+            description="Stop a rollout, and return its state once its agent and sandbox are gone. Recorded data is kept. A rollout "
             "that has ended is left unchanged.",
             arguments=(AbortRollout,),
             result=RolloutState,
@@ -313,8 +313,8 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="finalize_rollout",
             title="Wait for a rollout's result",
-            description="Wait until the rollout has ended and is graded, and return its result. If that takes longer than wait_s, the "
-            "answer has done: false; then call again.",
+            description="Wait until the rollout has ended and is graded, and return its result. If that takes longer than wait_s "
+            'seconds, the result has "done": false, and you can call again.',
             arguments=(FinalizeRollout,),
             result=RolloutResult,
             call=_finalize,

@@ -73,7 +73,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_text("setup_shell", self.setup_shell, MAX_SCRIPT)
         if self.task_id and not _NAME.fullmatch(self.task_id):
             raise BadRequest(
-                f"task_id must be at most 200 letters, digits and . _ : / -, and start with a letter or digit, not {self.task_id[:80]!r}",
+                f"invalid task_id {self.task_id[:80]!r}: use at most 200 letters, digits and . _ : / -, starting with a letter or digit",
                 param="task_id",
             )
         _check_common(self)

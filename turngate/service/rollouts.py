@@ -328,8 +328,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         held = sum(active.input_bytes for active in self._active.values())
         if size and held + size > self.config.queued_bytes:
             raise Busy(
-                f"the queue is full: the inputs of active rollouts use {held:,} of {self.config.queued_bytes:,} bytes; try "
-                "again when one finishes"
+                f"the inputs of this rollout ({size:,} bytes) do not fit in the queue: those of active rollouts already use {held:,} of "
+                f"{self.config.queued_bytes:,} bytes; try again when one finishes"
             )
 
     def _new_id(self) -> str:

@@ -73,6 +73,6 @@ def _check_scores(row: tuple[Any, ...], turn: StoredTurn, check: VerifyCheck) ->
         check.expect(bool((np.frombuffer(blobs[1], "<i4") >= 0).all()), f"{whose} have a negative id", node=turn.id)
         check.expect(
             bool((tops[:, 0] + _TOLERANCE >= logprobs).all() and (np.diff(tops, axis=1) <= _TOLERANCE).all()),
-            f"{whose} have most likely tokens that are in the wrong order or less likely than the token itself",
+            f"{whose} have most likely tokens that are not sorted by probability, or that are all less likely than the token itself",
             node=turn.id,
         )

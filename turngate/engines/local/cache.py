@@ -118,7 +118,8 @@ def _causal_mask(size: int, start: int, device: torch.device) -> Tensor:
 class Slots:
     """The ids in each slot, and which slots are in use (`taken`).
 
-    `computed` is the number of a slot's ids that are in the cache, and `planned` is that number once the slot's prompt has been computed.
+    `computed` is the number of a slot's ids that are in the cache. `planned` is the value that `computed` will have once the slot's prompt
+    has been computed.
     """
 
     def __init__(self, slots: int, length: int) -> None:

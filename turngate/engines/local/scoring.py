@@ -1,4 +1,4 @@
-"""Score given token ids with a model in this process (`engines/scoring.py`), such as a teacher or a reference model."""
+"""The scoring interface (`engines/scoring.py`) for a model in this process, such as a teacher or a reference model."""
 
 from __future__ import annotations
 

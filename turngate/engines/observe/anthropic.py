@@ -303,7 +303,7 @@ def _choice(constraint: Constraint | None, tools: Sequence[Tool], *, parallel: b
     elif constraint is not None and constraint.kind == "tools":
         if list_allowed_tools(constraint, tools):
             raise BadRequest(
-                "tool choice: this endpoint cannot restrict the choice to some of the tools; allow all tools, or require one"
+                "tool choice: this endpoint cannot restrict the choice to some of the tools; allow all tools, or require a specific one"
             )
         choice = {"type": "any"}
     if not parallel:
