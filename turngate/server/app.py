@@ -163,7 +163,7 @@ class Gateway(ProjectGateway):
         self.local_engines = self._compose_engines(self.engine) if isinstance(self.engine, Pool) else None
         self.updates = self.create_updates(self.barrier)
         self.follower = self._compose_follower(self.cell) if self.cell is not None else None
-        self.engine_changes = self.change_engines(self.updates, self.local_engines)
+        self.engine_changes = self.create_engine_changes(self.updates, self.local_engines)
 
     def create_updates(self, barrier: Barrier) -> WeightUpdates:
         """Create the object that updates weights, using `barrier` or, on the shared store, the fence of all cells.
@@ -195,7 +195,7 @@ class Gateway(ProjectGateway):
         calls = SharedCalls(self.shares, self.engine, self.fence) if isinstance(self.engine, Pool) else None
         return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines, calls)
 
-    def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
+    def create_engine_changes(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
         """Create the object that changes the engines of `group` or, on the shared store, of all cells.
 
         In a cell, it refuses all changes.

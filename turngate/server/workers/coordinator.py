@@ -61,7 +61,7 @@ class Coordinator:
         self._peers = peers
         gateway.metrics_endpoint.collect_others = self._collect_metrics
         self.updates = gateway.create_updates(self)
-        self.engine_changes = gateway.change_engines(self.updates, self)
+        self.engine_changes = gateway.create_engine_changes(self.updates, self)
 
     def routes(self) -> list[Route]:
         """Return the public routes that concern all workers."""
