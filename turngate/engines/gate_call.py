@@ -21,9 +21,9 @@ GateFault = Literal["unavailable", "error", "overflow"]
 
 
 class GateBackend(Protocol):
-    """The receiver of a trainer's answers: the gate itself, or a remote gateway.
+    """The receiver of a trainer's answers: the gate itself, or a client of a remote gateway.
 
-    It raises `Gone`, `Conflict`, `BadRequest` or `NotFound` to reject an answer. A client of a remote gateway also raises its own errors.
+    Both raise `Gone`, `Conflict`, `BadRequest` or `NotFound` to reject an answer. The client also raises errors of its own.
     """
 
     async def piece(

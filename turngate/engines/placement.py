@@ -8,8 +8,8 @@
 - Calls that this gateway has begun since the last report count as waiting once the lane is full, so a burst between two reports can
   crowd a lane. A lane is full at the number of calls that it was running when it was last reported as crowded. If it later runs more
   calls without being crowded, that number is unknown again.
-- A new session goes to a lane that is not crowded, if there is one. Among these, it goes to the one with the fewest calls, then with the
-  fewest sessions of this gateway.
+- A new session goes to a lane that is not crowded or, if all are crowded, to any lane. Among several, the one with the fewest calls is
+  chosen, then the one with the fewest sessions of this gateway.
 
 All functions here are pure.
 """
