@@ -281,9 +281,13 @@ def _check_marks(items: list[pytest.Item]) -> None:
 
 
 def _weight(item: pytest.Item) -> list[int]:
-    """Sort key: tests of the heaviest parts first, tests of the same parts together."""
+    """Sort key: tests of the heaviest parts first, tests of the same parts together, and tests in one process last.
+
+    The tests of a file that start processes form a group, which can take minutes. One that begins at the end leaves the other cores idle.
+    """
     order = list(needs.HEAVY)
-    return sorted(order.index(part) for part in needs.needs(item) & needs.HEAVY.keys()) or [len(order)]
+    light = len(order) + (not _may_start(item))
+    return sorted(order.index(part) for part in needs.needs(item) & needs.HEAVY.keys()) or [light]
 
 
 @pytest.hookimpl(tryfirst=True)
