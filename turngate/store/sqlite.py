@@ -119,7 +119,8 @@ class SqliteDatabase:
                 param="data",
             )
         prepare_upgrade(self._db, version)
-        self._db.executescript(SCHEMA + SQLITE_AUDIT_GUARD)
+        # One transaction: otherwise SQLite commits after each statement, and with durability `disk` it also syncs.
+        self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} {SQLITE_AUDIT_GUARD} COMMIT")
         if version == BEFORE_EVENTS:
             # Older versions numbered events from their start time in milliseconds. New numbers must be higher than those.
             self._db.execute(
