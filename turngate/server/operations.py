@@ -6,7 +6,7 @@ An endpoint declares its input as parameters: `body` is decoded from the request
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -113,20 +113,26 @@ class ApiRoute(Route):
         self.operation = operation
 
 
-_hints: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
-
-
-def _read_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return a function's type hints. They are cached, because reading them is slow and each project has its own routes."""
-    hints = _hints.get(function)
-    if hints is None:
-        hints = _hints[function] = get_type_hints(function)
-    return hints
+# The operations of each endpoint function, by their other arguments.
+_described: WeakKeyDictionary[Callable[..., Any], dict[Hashable, Operation]] = WeakKeyDictionary()
 
 
 def describe_operation(path: str, method: str, endpoint: Callable[..., Any], access: Access, **more: Any) -> Operation:
-    """Build the operation of an endpoint from its signature and docstring. `more` contains further fields of the operation."""
-    hints = _read_hints(getattr(endpoint, "__func__", endpoint))
+    """Build the operation of an endpoint from its signature and docstring. `more` contains further fields of the operation.
+
+    Operations are cached, because reading type hints is slow and each project has its own routes.
+    """
+    function = getattr(endpoint, "__func__", endpoint)
+    known = _described.setdefault(function, {})
+    key = (path, method, access, *more.items())
+    operation = known.get(key)
+    if operation is None:
+        operation = known[key] = _read_operation(path, method, function, access, **more)
+    return operation
+
+
+def _read_operation(path: str, method: str, function: Callable[..., Any], access: Access, **more: Any) -> Operation:
+    hints = get_type_hints(function)
     reply = hints.get("return")
     kind = get_origin(reply) or reply
     more = {"reply_media": getattr(kind, "media_type", None) or JSON, **more}
@@ -134,7 +140,7 @@ def describe_operation(path: str, method: str, endpoint: Callable[..., Any], acc
         path=path,
         method=method,
         access=access,
-        summary=(endpoint.__doc__ or "").partition("\n")[0],
+        summary=(function.__doc__ or "").partition("\n")[0],
         body=hints.get("body"),
         query=hints.get("query"),
         reply=(get_args(reply) or (None,))[0],
