@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +29,13 @@ gc.set_threshold(50_000, 50, 50)  # by default, garbage collection took a sixth 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     kit.sweep_memory_folders()
+
+
+def pytest_collection_finish() -> None:
+    """Let torch's loggers propagate. Pytest attaches its handlers to each logger that does not, six times per test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)

@@ -196,6 +196,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Results(Path(path)))
 
 
+@pytest.hookimpl(optionalhook=True)  # xdist calls it
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Schedule by group as xdist does, but forget finished groups: it counts the tests of all of them after each test."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduler(LoadGroupScheduling):
+        def _reschedule(self, node: Any) -> None:
+            groups = self.assigned_work[node]
+            for group in [name for name, tests in groups.items() if all(tests.values())]:
+                del groups[group]
+            super()._reschedule(node)
+
+    return Scheduler(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """Keep the garbage collector away from the collected tests, which live until the end."""
