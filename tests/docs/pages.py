@@ -168,13 +168,15 @@ SETTINGS = {
         parts=("bubblewrap",),
         repeats="tests/service/test_rollouts.py",
     ),
+    # The batch is that of docs/start/evaluate.md, with another provider.
     "docs/start/collect.md": Setting(
+        repeats="tests/trainers/test_export.py",
         replaced={
             "KEY=…": "KEY=none",
             "https://api.openai.com": "http://127.0.0.1:8000",
             "MODEL-NAME": "Qwen/Qwen3-8B",
             "--agent opencode --n 4 --sandbox docker": f"{_SHELL_AGENT} --n 2",
-        }
+        },
     ),
     "docs/start/evaluate.md": Setting(
         replaced={
