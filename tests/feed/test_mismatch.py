@@ -62,7 +62,7 @@ async def test_report_causes_alarms_events_metrics_and_page() -> None:
         assert len(newest["lags"][0]["counts"]) == len(page["edges"]) + 1
         assert [one["alarms"] for one in page["trend"]] == [0, 2, 0]
         assert page["trend"][0]["mean"] == 0.0 and page["trend"][1]["mean"] == pytest.approx(0.3, abs=1e-3)
-        assert page["trend"][2]["mean"] is None  # no token was sampled with the trainer's own weights
+        assert page["trend"][2]["mean"] is None  # all tokens were sampled with older weights
 
 
 async def test_page_orders_reports_by_feed_and_forgets_deleted_feeds() -> None:

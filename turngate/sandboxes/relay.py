@@ -82,7 +82,7 @@ class RequestRefused(Exception):
 
 
 class NoAnswer(Exception):
-    """The gateway has not replied, so it is safe to send the request again."""
+    """No valid reply came from the gateway. The request may be sent again: every attempt has the same idempotency key."""
 
 
 class TruncatedReply(Exception):

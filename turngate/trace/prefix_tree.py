@@ -268,7 +268,7 @@ class UnequalSideData(ValueError):
 def build_tree(rows: Sequence[Sample], rollouts: Sequence[int] | None = None) -> PrefixTree:
     """Build the tree of the rows of one or more rollouts.
 
-    `rollouts` has one integer per row, which identifies the row's rollout. None: all rows belong to the same rollout.
+    `rollouts` has one integer per row, which identifies the row's rollout. If it is None, all rows belong to the same rollout.
 
     Rows share tokens with the same ids, turn and side data. Different turns never share tokens, because each has its own log-probabilities.
     """
@@ -376,7 +376,7 @@ def _find_turn(row: Sample, part: RowRange, trained_in: int | None) -> SegmentTu
 
 
 def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
-    """Yield the spans of a row. Side data can divide a turn into several segments."""
+    """Yield the spans of a row, one per turn. Side data can divide a turn into several segments, which are joined here."""
     turn: SegmentTurn | None = None
     start = end = 0
     for segment in [*path, None]:

@@ -63,7 +63,8 @@ def report_training(
     """Report how much of a trace is trained. `role_of` has the role of each turn, by node id.
 
     `excluded` says why the whole rollout is not trained, whatever its trace contains. `failure` is the fault that ended the rollout, such
-    as an engine that is down. `masked` has the nodes whose sampling masks the trainer receives. None: all that were recorded.
+    as an engine that is down. `masked` has the nodes whose sampling masks the trainer receives. If it is None,
+    the trainer receives all recorded masks.
     """
     reasons = find_untrained(trace, role_of, policy, masked)
     turns = list(trace.turns())

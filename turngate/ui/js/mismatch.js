@@ -46,7 +46,7 @@ function differences(edges, report, of) {
     y: "tokens",
     yText: count,
     series: same ? [{ name: "tokens", kind: "bars", points: points(same.counts), shade: 0 }] : [],
-    empty: "No token of the last update was sampled with the trainer's own weights.",
+    empty: "All tokens of the last update were sampled with older or unknown weights.",
   });
 }
 
@@ -84,7 +84,7 @@ function trend(reports, feeds) {
     whole: true,
     y: "nats per token",
     series,
-    empty: "No token was sampled with the trainer's own weights.",
+    empty: "All tokens were sampled with older or unknown weights.",
   });
 }
 
