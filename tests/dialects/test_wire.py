@@ -29,6 +29,12 @@ def test_lone_surrogate_becomes_replacement_character(body: bytes, expected: byt
     json.loads(expected).encode()
 
 
+def test_lone_surrogate_is_replaced_although_another_field_is_not_utf_8() -> None:
+    """msgspec does not decode fields that it ignores, so such a request is accepted."""
+    body = b'{"ignored": "\xff", "text": "\\ud800"}'
+    assert without_lone_surrogates(body) == body.replace(b"ud800", b"ufffd")
+
+
 @pytest.mark.parametrize("text", [rb"\ud83d\ude00", rb"\ud83d", rb"\ude00", rb"\\", rb"\ud83dx\\"])
 def test_long_text_calls_no_function_for_each_character(text: bytes) -> None:
     """A text of 60,000 pairs blocked the event loop for over 50 ms."""

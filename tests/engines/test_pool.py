@@ -486,13 +486,19 @@ async def test_call_waits_while_every_replica_drains() -> None:
 
 async def test_replica_with_wrong_weights_is_never_guessed() -> None:
     class Wrong(Replica):
+        responds = True
+
         async def health(self) -> list[Health]:
-            return [Health(self.name, False, "has version 1 instead of 2", wrong=True)]
+            detail = "has version 1 instead of 2" if self.responds else "does not respond"
+            return [Health(self.name, False, detail, wrong=self.responds)]
 
     wrong = Wrong(0)
     async with pool_of(wrong) as pool:
-        with pytest.raises(EngineUnavailable, match="no engine has the current weights"):
-            await served_by(pool, "s")
+        for responds in (True, False):
+            wrong.responds = responds
+            await pool.check()
+            with pytest.raises(EngineUnavailable, match="no engine has the current weights"):
+                await served_by(pool, "s")
         assert not wrong.received
 
 

@@ -85,13 +85,21 @@ async def test_vllm_with_wrong_weights_is_unhealthy(mark: str, expected: PolicyW
         assert seen.ok == (not wrong) and wrong in seen.detail
 
 
-async def test_vllm_that_fails_to_report_weights_is_down() -> None:
-    """Its weights are unknown, not wrong: loading them again would not help."""
-    documents = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}, "/weight_info": 500}
-    async with serving(StandIn(None, documents)) as server, started(VLLM(server.url, "m")) as engine:
+@pytest.mark.parametrize(
+    ("engine_class", "path", "document"),
+    [
+        (VLLM, "/weight_info", {"weight_version": "3"}),
+        (SGLang, "/get_model_info", {"model_path": "/m/0", "weight_version": "3"}),
+    ],
+)
+async def test_engine_that_fails_to_report_its_weights_is_not_used(engine_class: Any, path: str, document: Any) -> None:
+    documents = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}, "/get_server_info": {}, path: document}
+    async with serving(StandIn(None, documents)) as server, started(engine_class(server.url, "m")) as engine:
         engine.expect(MODEL)
+        assert [seen.ok for seen in await engine.health()] == [True]
+        documents[path] = 500
         [seen] = await engine.health()
-        assert not seen.ok and not seen.wrong and seen.detail
+        assert not seen.ok and seen.wrong and seen.detail
 
 
 @pytest.mark.parametrize("mark", [{}, {"weight_version": "default"}])  # old versions of SGLang report none

@@ -66,7 +66,7 @@ async def test_session_lifecycle_by_session_id() -> None:
 
 
 async def test_list_counts_only_its_own_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.server.compat.openenv._MAX_LISTED", 3)
+    monkeypatch.setattr("turngate.server.compat.openenv._PAGE", 3)
     async with gateway(WORK) as g:
         old = [(await open_session(g))["id"] for _ in range(2)]
         others = [(await g.open()).id for _ in range(4)]

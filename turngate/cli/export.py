@@ -135,7 +135,8 @@ def _describe_teacher(teacher: TeacherSummary) -> str:
     version = f" version {teacher.version}" if teacher.version else ""
     return (
         f"{teacher.model}{version}: {_count(teacher.scored_rows, 'row')} with scores, {teacher.unscored.total():,} without; "
-        f"{_count(teacher.turns, 'turn')} scored in {_count(teacher.calls, 'call')}, {_count(teacher.cached, 'turn')} already scored"
+        f"{_count(teacher.turns, 'turn')} scored in {_count(teacher.calls, 'call')}, "
+        f"{_count(teacher.cached, 'turn')} already scored or in another call"
     )
 
 

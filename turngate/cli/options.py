@@ -429,7 +429,13 @@ class ExportOptions:
             "sft, rejection: also include turns without log-probabilities or with biased sampling.", FORMAT, "--imitate"
         ),
     ] = False
-    keep: Annotated[str, _flag("rejection: keep all accepted rollouts of a group, or only the best.", FORMAT)] = "all"
+    keep: Annotated[
+        str,
+        _flag(
+            "rejection: accepted rollouts of a group to keep: all, or only the one with the highest reward (best).",
+            FORMAT,
+        ),
+    ] = "all"
     margin: Annotated[float, _flag("dpo: minimum reward difference within a pair.", FORMAT)] = 0.0
     pairs: Annotated[
         int,

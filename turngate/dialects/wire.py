@@ -32,7 +32,7 @@ _BACKSLASH = b"\xff\xfe"  # replaces an escaped backslash; not UTF-8
 
 def without_lone_surrogates(body: bytes) -> bytes:
     """Replace lone surrogates in JSON with U+FFFD. JavaScript programs send them when they cut a string in the middle of a character."""
-    if not _has_surrogates(body) or b"\xff" in body:  # a body that is not UTF-8 is refused later
+    if not _has_surrogates(body) or _BACKSLASH in body:  # such a body is not UTF-8
         return body
     # Without escaped backslashes, each backslash starts an escape. A pattern that also matched these and pairs of surrogates would need a
     # function for the replacement, and a long text would call it thousands of times.

@@ -140,7 +140,8 @@ class Replica:
     async def check(self) -> None:
         self._last_health = await self.engine.health()
         missing = next((health for health in self._last_health if not health.ok), None)
-        self.is_wrong = missing is not None and missing.wrong
+        # A replica with wrong weights that stops responding may still have them when it responds again.
+        self.is_wrong = missing is not None and (missing.wrong or self.is_wrong)
         if missing is None:
             self.mark_up()
             return

@@ -215,12 +215,17 @@ class SGLang:
         self._expected.weights = weights
 
     async def _wrong_weights(self) -> str:
-        """Return why the engine must not be used, or an empty string if its weights are as expected or unknown."""
+        """Return why the engine must not be used, or an empty string if its weights are as expected or it never reports them."""
         expected = self._expected.weights
         if expected is None or expected.is_adapter:
             self.reports_weights = False
             return ""
-        mark = (await self._client.get("/get_model_info", _ModelInfo)).weight_version
+        try:
+            mark = (await self._client.get("/get_model_info", _ModelInfo)).weight_version
+        except (
+            TurngateError
+        ) as error:  # its weights may be wrong, and turns must not be recorded with the wrong version
+            return error.message
         self.reports_weights = mark is not None
         if mark is None or mark == str(expected.version):
             return ""

@@ -206,13 +206,12 @@ class VLLM:
         try:
             await self._client.ping("/health")
             models = await self._client.get("/v1/models", _Models)
-            wrong = await self._wrong_weights(models)
         except TurngateError as error:
             return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
         card = next((card for card in models.data if self.model in (card.id, "")), None)
         if card is None:
             return [msgspec.structs.replace(seen, ok=False, detail=_explain_served(models, self.model))]
-        if wrong:
+        if wrong := await self._wrong_weights(models):
             return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
 
@@ -275,7 +274,7 @@ class VLLM:
         await self._command("/update_weight_version", {"new_version": mark})
 
     async def _wrong_weights(self, served: _Models) -> str:
-        """Return why the engine must not be used, or an empty string if its weights are as expected or unknown."""
+        """Return why the engine must not be used, or an empty string if its weights are as expected or it never reports them."""
         expected = self._expected.weights
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
@@ -288,6 +287,10 @@ class VLLM:
         except EngineRejected:
             self.reports_weights = False  # the route does not exist, so no weights can have been loaded either
             return ""
+        except (
+            TurngateError
+        ) as error:  # its weights may be wrong, and turns must not be recorded with the wrong version
+            return error.message
         if mark.startswith(_LOADING):
             return f"its update to weight version {mark.removeprefix(_LOADING)} has not completed; if it failed, restart the engine"
         if expected is not None and mark != str(expected.version):

@@ -55,6 +55,7 @@ _ENGINE_FIELDS = (
 )  # in OpenEnv, these fields let a session choose the engine; here, it cannot
 _MAX_INT = 2**31 - 1  # the largest integer that engines accept
 _MAX_LISTED = 1000  # sessions in a list
+_PAGE = 200  # sessions to read at once, most of which may be those of other clients
 _METADATA_KEY = "openenv"  # metadata key that marks sessions opened through this API
 
 
@@ -162,12 +163,12 @@ class OpenEnvRoutes:
         limit, before = min(query.limit or 100, _MAX_LISTED), query.before
         found: list[dict[str, Json]] = []
         while len(found) < limit:
-            page = await self._directory.list_sessions(before=before, limit=_MAX_LISTED)
+            page = await self._directory.list_sessions(before=before, limit=_PAGE)
             opened_here = [row for row in page if _METADATA_KEY in row.config.metadata][: limit - len(found)]
             if opened_here:
                 shapes = await self._session_views.shapes(opened_here[-1].key, opened_here[0].key)
                 found += [self._summary(row, shapes.get(row.key, (0, 0))) for row in opened_here]
-            if len(page) < _MAX_LISTED:
+            if len(page) < _PAGE:
                 break
             before = page[-1].key
         return json_response({"sessions": found})

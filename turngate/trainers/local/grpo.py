@@ -233,10 +233,13 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.settings.largest_gradient, error_if_nonfinite=True
         )
-        rate = self.settings.learning_rate
-        set_rate(self.optimizer, rate * min(1.0, (count_updates(self.optimizer) + 1) / max(1, self.settings.warm_up)))
+        begun, rate = count_updates(self.optimizer) + 1, self.settings.learning_rate
+        warms_up = begun <= self.settings.warm_up
+        if warms_up:
+            set_rate(self.optimizer, rate * begun / self.settings.warm_up)
         self.optimizer.step()
-        set_rate(self.optimizer, rate)  # that of the settings, for checkpoints
+        if warms_up:
+            set_rate(self.optimizer, rate)  # that of the settings, for checkpoints
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
