@@ -162,6 +162,22 @@ async def test_read_ends_although_turns_are_always_ready() -> None:
     assert all(steps.count("turn") >= 5 for steps in between), log
 
 
+async def test_load_alternates_with_the_pages_of_many_followers() -> None:
+    log: list[str] = []
+    slicer = TimeSlicer()
+
+    def load(seconds: float) -> bool:
+        log.append("load")
+        return log.count("load") == 3
+
+    pages = [slicer.call(lambda: log.append("page")) for _ in range(8)]
+    waiting = [asyncio.ensure_future(page) for page in pages]
+    await asyncio.sleep(0)  # the pages are waiting now
+    await slicer.run(load)
+    await asyncio.gather(*waiting)
+    assert "".join(log).rpartition("load")[0].count("page") <= 3 and log.count("page") == 8, log
+
+
 async def test_turn_waits_for_one_page_of_one_follower(tmp_path: Path) -> None:
     log: list[str] = []
 

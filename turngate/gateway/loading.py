@@ -25,6 +25,7 @@ from turngate.trace.session import Session
 
 _SLICE_S = 0.002
 Job = Callable[[float], bool]
+_WaitingJob = tuple[Job, "asyncio.Future[None]"]
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -32,12 +33,14 @@ T = TypeVar("T")
 class TimeSlicer:
     """Runs jobs in slices. The slices of all jobs take about `slice_s` seconds of CPU time together, then give way to other work.
 
-    A turn needs many iterations of the event loop, and would wait for a slice in each of them if the slices did not give way.
+    A turn needs many iterations of the event loop, and would wait for a slice in each of them if the slices did not give way. Jobs of
+    `run`, which turns may wait for, alternate with those of `call`, however many of these there are.
     """
 
     def __init__(self, slice_s: float = _SLICE_S) -> None:
         self._slice_s = slice_s
-        self._jobs: deque[tuple[Job, asyncio.Future[None]]] = deque()
+        self._jobs: deque[_WaitingJob] = deque()
+        self._calls: deque[_WaitingJob] = deque()
         self._worker: asyncio.Task[None] | None = None
 
     def run(self, job: Job) -> asyncio.Future[None]:
@@ -45,11 +48,7 @@ class TimeSlicer:
 
         The returned future is done when the job is done, or has the job's error. If the future is cancelled, the job is dropped.
         """
-        end = asyncio.get_running_loop().create_future()
-        self._jobs.append((job, end))
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._run_slices())
-        return end
+        return self._add(self._jobs, job)
 
     async def call(self, work: Callable[[], T]) -> T:
         """Call a function that takes about as long as a slice, or less, and return its result."""
@@ -59,31 +58,41 @@ class TimeSlicer:
             results.append(work())
             return True
 
-        await self.run(job)
+        await self._add(self._calls, job)
         return results[0]
 
+    def _add(self, queue: deque[_WaitingJob], job: Job) -> asyncio.Future[None]:
+        end = asyncio.get_running_loop().create_future()
+        queue.append((job, end))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._run_slices())
+        return end
+
     async def _run_slices(self) -> None:
-        while self._jobs:
+        queue, other = self._jobs, self._calls
+        while queue or other:
             began = time.thread_time()
             used_s = 0.0
-            while self._jobs and used_s <= self._slice_s:
-                self._run_slice(self._slice_s - used_s)
+            while (queue or other) and used_s <= self._slice_s:
+                _run_slice(queue or other, self._slice_s - used_s)
+                queue, other = other, queue
                 used_s = time.thread_time() - began
             await give_way(used_s)
 
-    def _run_slice(self, seconds: float) -> None:
-        job, end = self._jobs.popleft()
-        if end.done():  # cancelled
-            return
-        try:
-            if job(seconds):
-                end.set_result(None)
-            else:
-                self._jobs.append((job, end))  # shorter jobs need not wait for this one
-        except Exception as error:  # whatever it is, the code that waits for the job must not wait forever
-            end.set_exception(error)
-        finally:
-            del job, end  # an error refers to this function's variables through its traceback
+
+def _run_slice(queue: deque[_WaitingJob], seconds: float) -> None:
+    job, end = queue.popleft()
+    if end.done():  # cancelled
+        return
+    try:
+        if job(seconds):
+            end.set_result(None)
+        else:
+            queue.append((job, end))  # shorter jobs need not wait for this one
+    except Exception as error:  # whatever it is, the code that waits for the job must not wait forever
+        end.set_exception(error)
+    finally:
+        del job, end  # an error refers to this function's variables through its traceback
 
 
 class SlicedReader:

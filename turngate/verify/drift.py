@@ -318,7 +318,7 @@ def _find_wrong_turn_cause(turn: StoredTurn, *, observed: bool) -> str:
     if not earlier and not observed:
         return f"its cause is '{cause}', but it is the first answer"
     if cause == "resample" and any(a.info.finish == "abort" and a.info.ended < turn.info.started for a in earlier):
-        return "its cause is 'resample', but an earlier answer was aborted before it started"
+        return "its cause is 'resample', but an earlier answer had been aborted when this turn started"
     return ""
 
 
