@@ -182,7 +182,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
     if len(wire.mask) != -(-len(ids) // 8):
         raise DamagedDelivery(
-            f"{where}: the mask's length in bytes ({len(wire.mask)}) does not match the number of tokens ({len(ids)})"
+            f"{where}: the mask has {len(wire.mask)} bytes, but {len(ids)} tokens need {-(-len(ids) // 8)}, with one bit per token"
         )
     mask = np.unpackbits(np.frombuffer(wire.mask, np.uint8), count=len(ids)).astype(np.bool_)
     sampled = np.frombuffer(wire.logprobs, "<f4")

@@ -31,7 +31,12 @@ def _check(config: ServeConfig) -> list[CheckOutcome]:
     try:
         shared = SharedStore(url, read_only=True)
     except ConfigError as error:
-        return [failure(error.message.removeprefix("data: "), "start PostgreSQL, and check the URL and the password")]
+        return [
+            failure(
+                error.message.removeprefix("data: "),
+                "do what the message says; if PostgreSQL does not answer, start it, and check the URL and the password",
+            )
+        ]
     try:
         answered_s = time.monotonic() - began
         cells = [cell for cell in shared.cells.list_cells() if cell.left_s > 0]

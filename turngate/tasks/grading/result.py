@@ -36,7 +36,7 @@ class Undecided(Exception):
 
 
 class OutputUnreadable(SandboxError):
-    """The output in the grader's sandbox cannot be read. If this happens twice with the same work, the work is at fault."""
+    """The output in the grader's sandbox cannot be read. If this happens twice with the same work, the control decides what is at fault."""
 
 
 @contextmanager
