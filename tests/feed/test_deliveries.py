@@ -252,7 +252,7 @@ def test_side_data_is_decoded_without_a_copy() -> None:
     [
         ({"logprobs": np.array([-1.0, np.nan], "<f4").tobytes()}, "has no log-probability"),
         ({"logprobs": b"\0" * 4}, "log-probabilities .* does not match the number of tokens in the row's spans"),
-        ({"mask": b""}, r"length in bytes \(0\) does not match the number of tokens \(4\)"),
+        ({"mask": b""}, "the mask has 0 bytes, but 4 tokens need 1, with one bit per token"),
         ({"mask": np.packbits([0, 1, 1, 1]).tobytes()}, "mask does not match the trained turns"),
         ({"spans": ()}, "log-probabilities .* does not match the number of tokens in the row's spans"),
         (
