@@ -269,8 +269,8 @@ class CallSocket:
                 )
             if self._held_bytes and self._held_bytes + len(raw) > self._calls.max_body:
                 raise TooManyLanes(
-                    f"with this call, the waiting and running calls would exceed {self._calls.max_body} bytes (setting max_body_mb); "
-                    "send it again when another call has ended"
+                    f"with this call, the waiting and running calls of this connection would exceed {self._calls.max_body} bytes "
+                    "(setting max_body_mb); send it again when another call has ended"
                 )
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:
@@ -332,7 +332,7 @@ class CallSocket:
         )
 
     async def _prepare(self, session: Session, call: Call, replies: ConnectionReplies, lane: str) -> None:
-        """Answer with an empty reply, without sampling. The next request can continue it."""
+        """Answer with an empty reply, without sampling. The next request in the lane can refer to this reply."""
         self._calls.admit(session, call)
         encoder = cast(StorableStream, self._dialect.open_stream(call))
         frames = split_frames(encoder.empty(), lane)

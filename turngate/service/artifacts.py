@@ -128,7 +128,10 @@ def read_log_tails(folder: Path, truncator: Truncator) -> dict[str, str]:
 
 
 def read_tail(path: Path, field: str, truncator: Truncator, limit: int) -> str:
-    """Return at most `limit` characters from the end of an untrusted file, without secrets. `field` names the file in notes."""
+    """Return at most `limit` characters from the end of an untrusted file, without secrets. A limit of 0 means no limit.
+
+    `field` is the name of the result's field, for the note about what was left out.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

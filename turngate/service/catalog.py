@@ -210,7 +210,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def why_not(self, mode: Mode) -> str:
         """Return why the endpoint does not support a mode and, if possible, what to do instead."""
         if mode == "direct" and self.key_env and self.kind.speaks:
-            return "direct mode would expose the endpoint's key in the sandbox; use observe mode"
+            return "direct mode never sends the endpoint's key; use observe mode"
         if mode in ("exact", "gate") and self.kind.exact:
             return f"{mode} mode needs a tokenizer"
         if mode in ("exact", "gate"):

@@ -284,7 +284,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="get_messages",
             title="Read the conversation of a rollout",
-            description="Return the conversation between agent and model so far, after a cursor. Sub-agents and side calls are labeled.",
+            description="Return the messages between agent and model after a cursor. Those of sub-agents and side calls are labeled.",
             arguments=(GetMessages,),
             result=MessagePage,
             call=_messages,
@@ -293,7 +293,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="subscribe_events",
             title="Read the events of a rollout",
-            description="Return the events after a cursor, each exactly once. With wait_s, wait until there is one.",
+            description="Return the events after a cursor, each exactly once. If there are none, wait up to wait_s seconds for one.",
             arguments=(SubscribeEvents,),
             result=EventPage,
             call=_events,

@@ -85,7 +85,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             total += size
             if size > MAX_FILE or total > MAX_BYTES:
                 raise BadRequest(
-                    f"{where} is too large; the limit is {MAX_FILE:,} bytes per file and {MAX_BYTES:,} bytes in total",
+                    f"{where} is too large, by itself or together with the files before it; the limit is {MAX_FILE:,} bytes per file "
+                    f"and {MAX_BYTES:,} bytes in total",
                     param="upload_files",
                 )
         return self

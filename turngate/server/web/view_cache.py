@@ -175,7 +175,7 @@ class ViewCache:
         return trains
 
     def unread(self, members: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the rollouts whose trace `trains` has not read yet."""
+        """Return the rollouts for which `trains` has no cached answer."""
         return [member for member in members if member[1] not in self._trains]
 
     def damaged(self, store: Store, *, session: str, key: int) -> bool:

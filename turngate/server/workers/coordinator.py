@@ -143,7 +143,7 @@ class Coordinator:
     # ── requests between workers ────────────────────────────────────────────────────────────────────────────────
 
     async def _ask_all(self, method: str, target: str, body: object = None) -> list[WorkerFence]:
-        """Send a request to all other workers and return their answers. Raise `Stopping` if a worker does not answer."""
+        """Send a request to all other workers and return their answers. Raise `Stopping` if a worker fails to answer twice."""
 
         content = None if body is None else msgspec.json.encode(body)
 

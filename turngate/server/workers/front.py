@@ -120,7 +120,7 @@ class Front:
         self.stopping.set()
 
     async def _wait_until_ready(self, runs: list[asyncio.Task[None]]) -> None:
-        """Wait until all workers are ready. Raise the error of the first worker that cannot start."""
+        """Wait until all workers are ready or the front is stopping. Raise the error of a worker that cannot start."""
         ready = asyncio.create_task(self._wait_for_workers())
         stopped = asyncio.create_task(self.stopping.wait())
         tasks: list[asyncio.Task[Any]] = [ready, stopped, *runs]
