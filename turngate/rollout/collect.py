@@ -126,7 +126,10 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
 
 
 async def _write_file(target: Path, data: bytes, missing: list[str]) -> bool:
-    """Write a file on the host, and return whether that succeeded. The sandbox chose the file's name, which may conflict with another."""
+    """Write a file on the host, and return whether that succeeded.
+
+    It can fail because of the file's name: the sandbox chose it, so it may conflict with another.
+    """
     try:
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
         await asyncio.to_thread(target.write_bytes, data)

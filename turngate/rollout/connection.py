@@ -101,7 +101,7 @@ class GatewayConnector:
         target = self._tunnel or self._public_url
         if not target:
             raise ConfigError(
-                "public_url is not set, and a remote sandbox cannot reach 127.0.0.1; set public_url or tunnel (on the command line, pass "
+                "a remote sandbox needs a public URL to reach the gateway; set public_url or tunnel (on the command line, pass "
                 "--public-url URL or --tunnel COMMAND)",
                 param="public_url",
             )

@@ -46,7 +46,7 @@ class RetryListener:
     # ── requests from before this run ───────────────────────────────────────────────────────────────────────────
 
     async def read_earlier(self) -> dict[int, RetryRequest]:
-        """Return the requests that arrived while the batch was not running. If the gateway does not respond in time, return none."""
+        """Return the requests that arrived while the batch was not running. Return {} if the gateway does not respond in time."""
         try:
             async with asyncio.timeout(health.RESTART_S):
                 return await self._read_pending()

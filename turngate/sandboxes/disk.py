@@ -107,7 +107,7 @@ class DiskWatch:
                     await self._on_exceeded(verdict)
 
     def _judge(self, used: int, free: FreeSpace) -> SandboxError | None:
-        """Return why the sandbox must be stopped, or None if it may continue."""
+        """Return why the sandbox's commands must be killed, or None if they may continue."""
         uses = f"the sandbox uses {used >> 20} MB of disk space"
         if used > self._allowed:
             return SandboxTooLarge(f"{uses}, but its limit is {self._limit >> 20} MB; raise disk_mb (--disk-mb)")

@@ -490,7 +490,7 @@ def _mount_option(source: str, target: str, *, writable: bool) -> str:
 
 
 def _make_readable(folder: Path) -> None:
-    """Make a folder accessible to the container's user, which may be any user. On the host, the folder's parent is private."""
+    """Let every user read a folder, because the container may have any user. Its private parent hides it from other users of the host."""
     folder.chmod(0o755)
 
 

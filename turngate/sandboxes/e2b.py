@@ -225,7 +225,7 @@ def _import_sdk() -> ModuleType:
 
 @contextmanager
 def _map_errors(action: str) -> Iterator[None]:
-    """Convert the SDK's exceptions to `SandboxError`s without the API key. `action` says what failed."""
+    """Convert the SDK's exceptions to `SandboxError`s whose messages do not contain the API key. `action` says what failed."""
     e2b = _import_sdk()
     try:
         yield

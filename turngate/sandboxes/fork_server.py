@@ -397,7 +397,7 @@ def run_agent(order: Dict[str, Any]) -> None:
 
 
 def _renew_randomness() -> None:
-    """Renew the random state that modules created when they were imported. `random` and OpenSSL renew theirs after a fork."""
+    """Renew the random state that modules created when they were imported. `random` and OpenSSL do that by themselves."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:

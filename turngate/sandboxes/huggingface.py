@@ -304,7 +304,7 @@ async def _call_in_thread(
 
 @contextmanager
 def _map_errors(action: str) -> Iterator[None]:
-    """Convert the SDK's exceptions to `SandboxError`s without the token. `action` says what failed."""
+    """Convert the SDK's exceptions to `SandboxError`s whose messages do not contain the token. `action` says what failed."""
     errors = _import_sdk().errors
     try:
         yield

@@ -125,7 +125,7 @@ def _reap_children() -> dict[int, int]:
 
 
 def _kill_orphans(guards: Set[int]) -> None:
-    """Kill the processes that have no guard, and wait until they have disappeared."""
+    """Kill the processes that have no guard, and wait up to `ORPHANS_S` seconds until they have disappeared."""
     deadline = time.monotonic() + ORPHANS_S
     while time.monotonic() < deadline:
         orphans = _find_orphans(guards)

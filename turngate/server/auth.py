@@ -158,7 +158,9 @@ class Auth:
         if not key:
             raise Unauthorized("No API key provided. Send a session's secret as 'Authorization: Bearer …'.")
         if self.is_admin(key):
-            raise Unauthorized("This is the admin key. Use the api_key of a session, or the path /s/{session}/v1.")
+            raise Unauthorized(
+                "This is the admin key. Use the api_key of a session, or send the admin key to the path /s/{session}/v1."
+            )
 
     def _require_access(self, key: str, session_id: str) -> None:
         """Require a key for the model calls of the session that the path names."""
@@ -166,7 +168,7 @@ class Auth:
             found = self.find_key(key)
             if found is None:
                 raise Unauthorized(
-                    "Incorrect API key provided. Use this session's secret, the admin key, or an API key."
+                    "Incorrect API key provided. Use this session's secret, the admin key, or an API key of this project."
                 )
             require_scope(found, MODEL_CALLS)
 

@@ -133,6 +133,6 @@ class FeedRoutes:
         return json_response(MismatchReply(self._feeds.report_mismatch(request.path_params["name"], body)))
 
     async def close_group(self, request: Request) -> JsonReply[ClosedGroup]:
-        """Deliver a group even though it is incomplete."""
+        """Close a group: deliver it with the rollouts that it has, even if some are missing."""
         group = request.path_params["group"]
         return json_response(ClosedGroup(group, self._feeds.close_group(group)))
