@@ -70,7 +70,7 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """The usage at the end of a reply. vLLM reports cached tokens if it was started with `--enable-prompt-tokens-details`."""
+    """The usage at the end of a reply. vLLM reports cached tokens only with `--enable-prompt-tokens-details`."""
 
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None

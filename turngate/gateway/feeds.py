@@ -279,7 +279,7 @@ class Feeds:
             self._metrics.count("turngate_mismatch_alarms_total", alarm.kind)
         if alarms:
             kinds = ", ".join(alarm.kind for alarm in alarms)
-            hint = "the page and the event `mismatch` say what to change"
+            hint = "the gateway's web page and the event `mismatch` say what to change"
             log.warning(
                 "feed %s, delivery %d: alarm about log-probabilities (%s); %s", name, report.number, kinds, hint
             )

@@ -23,7 +23,10 @@ def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) ->
 
 
 def find_busy(rows: Sequence[FenceFollowerRow], url: str) -> list[FenceFollowerRow]:
-    """Return the followers that have calls at a draining engine. After `ttl` seconds without a report, a follower has aborted its calls."""
+    """Return the followers that have calls at a draining engine.
+
+    A follower that has not reported for `ttl` seconds is left out, because it has aborted its calls by then.
+    """
     return [row for row in rows if url in row.busy.split() and row.now < row.seen + row.ttl]
 
 

@@ -53,7 +53,7 @@ class Housekeeper:
     async def _prune_events(self, before: float) -> None:
         try:
             if removed := await self._events.prune(before):
-                log.info("removed events older than event_days: %d", removed)
+                log.info("number of events removed because they are older than event_days: %d", removed)
         except TurngateError as error:
             log.warning("cannot remove old events: %s", error.message)
 

@@ -195,7 +195,7 @@ class ReplicaSet:
                 await self.restore(one, before)
 
     async def unload_old_adapters(self, each: list[UpdatableReplica], names: tuple[str, ...]) -> None:
-        """Unload adapters that no call can still be using. `names` are the previous and the current adapter, which are kept."""
+        """Unload all adapters except the two that were loaded last. `names` are the previous and the current adapter."""
         self._adapters += [name for name in names if name and name not in self._adapters]
         while len(self._adapters) > _KEPT_ADAPTERS:
             old = self._adapters.pop(0)

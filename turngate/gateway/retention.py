@@ -61,7 +61,7 @@ class SessionPruner:
                 log.exception("cannot remove old sessions")
             else:
                 if result.removed:
-                    log.info("removed sessions older than session_days: %d", result.removed)
+                    log.info("number of sessions removed because they are older than session_days: %d", result.removed)
                     with suppress(RuntimeError):  # the loop has ended
                         loop.call_soon_threadsafe(self._events.wake, "")
 

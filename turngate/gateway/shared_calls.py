@@ -39,7 +39,7 @@ class ReportedCalls(msgspec.Struct, frozen=True):
 
 
 def identify_engines(addresses: Iterable[str], host: str) -> str:
-    """Return a short id of a set of engines. An engine on the loopback interface belongs to `host`."""
+    """Return a short id of a set of engines. A loopback address means a different engine on each `host`."""
     named = (f"{host} {address}" if _is_loopback(urlsplit(address).hostname) else address for address in addresses)
     return hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()[:16]
 
@@ -97,5 +97,5 @@ class SharedCalls:
 
     @property
     def longest_pause_s(self) -> float:
-        """The longest time until the next report: short while calls wait for their share."""
+        """The longest time until the next report, in seconds. It is limited only while calls wait or would have to wait."""
         return max(REPORT_S, self._cells / _CELLS_PER_S) if self._shares.is_contended else float("inf")

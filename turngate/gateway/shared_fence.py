@@ -215,7 +215,7 @@ class FenceFollower:
         return [] if self._engines is None else self._engines.busy
 
     def _exchange(self, busy: str, calls: str) -> tuple[SharedFence, list[str]]:
-        """Report, and return the fence and the calls of other processes. These calls are read only if this process reports its own."""
+        """Report. Return the shared fence, and the calls of the other processes, which are read only if this process reports its own."""
         if self._table is None:
             self._table = self._connect()
         shared = self._table.report(self._id, self._name, self._ttl_s, self._epoch, busy, calls)

@@ -14,7 +14,7 @@ from turngate.types import Call, TokenScore
 
 
 def require_shown_logprobs(session: Session, call: Call) -> None:
-    """Raise `BadRequest` if the agent requests log-probabilities but is not allowed to see them."""
+    """Raise `BadRequest` if the agent requests log-probabilities that it may not see or that the session's mode does not support."""
     if call.top_logprobs is None:
         return
     if not session.config.show_logprobs:

@@ -310,7 +310,7 @@ class WeightUpdates:
         return LoadReply(**msgspec.structs.asdict(fence), replicas=results)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the replicas to load weights into. If the first replica rejects the weights, the others do not load them."""
+        """Return the replicas to load weights into. The order matters: if the first one rejects them, the others do not load them."""
         return self._replicas.require("load weights")
 
     def _accepts(self, results: list[ReplicaResult]) -> bool:

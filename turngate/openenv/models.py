@@ -49,11 +49,11 @@ class TurngateObservation(CallToolObservation):
 class ReadyObservation(Observation):
     """The reply to `reset`: the endpoints that `model_key` may name."""
 
-    endpoints: list[dict[str, Any]] = Field(default_factory=list, description="The server's catalog")
+    endpoints: list[dict[str, Any]] = Field(default_factory=list, description="The endpoints in the server's catalog")
 
 
 class TurngateState(State):
-    """The activity of this session since `reset`. The rollouts themselves belong to the server."""
+    """The activity of this session since `reset`. The rollouts themselves belong to the server and continue without the session."""
 
     rollouts: list[str] = Field(
         default_factory=list, description="The ids of the rollouts that this session started, oldest first"

@@ -128,14 +128,14 @@ def _parse_glm_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     name, *pairs = text.split("<arg_key>")
     name = name.strip()
     if not name or any(c.isspace() for c in name):
-        raise MalformedCall("the tool call has no name")
+        raise MalformedCall("the tool call has no valid name")
     types, values = _parameter_types(name, tools), {}
     for pair in pairs:
         key, closed, rest = pair.partition("</arg_key>")
         before, opened, rest = rest.partition("<arg_value>")
         value, ended, after = rest.partition("</arg_value>")
         if not (closed and opened and ended) or before.strip() or after.strip():
-            raise MalformedCall("an argument is incomplete")
+            raise MalformedCall("an argument is incomplete, or there is other text between the arguments")
         values[key.strip()] = _convert_value(value, types.get(key.strip()))
     return [(name, orjson.dumps(values).decode())]
 

@@ -68,7 +68,7 @@ def load_record(name: str) -> CertificateRecord | None:
 
 
 def load_any_record(folder: Path) -> CertificateRecord | None:
-    """Load a record of a tokenizer folder for any model and family. The vocabulary is the same in all of them."""
+    """Load any record of a tokenizer folder, whatever its model and family. All of them have the same vocabulary."""
     try:
         records = map(_read_record, _cache_folder().glob(f"{_tokenizer_digest(folder)}-*.msgpack"))
         return next((record for record in records if record is not None), None)

@@ -206,7 +206,7 @@ class _LazyBackend:
     """
 
     def __init__(self, path: Path, added: dict[str, int], config: Json | None) -> None:
-        """Prepare to load the file `path`. If tokenizer_config.json declares tokens that this file lacks, `config` is its content."""
+        """Prepare to load the file `path`. `config` is the content of tokenizer_config.json if that declares tokens that `path` lacks."""
         self._path = path
         self._added = added
         self._config = config
