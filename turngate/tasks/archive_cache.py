@@ -78,7 +78,7 @@ class ArchiveCache:
         self._checked: dict[str, bytes] = {}  # the state of each folder when it last matched its archive
 
     def open_project(self, project: str) -> ArchiveCache:
-        """Open the archives of another project in the same folder. Both share the limit on the size of all archives."""
+        """Open another project's archives in the same folder. All projects share the limit on the total size of their archives."""
         return ArchiveCache(self._root, self._max_bytes, self._cache_bytes, project)
 
     def store(self, task: Task) -> PackedTask:

@@ -53,7 +53,7 @@ FAMILIES = (
         merge="same",
         about="1, labeled with the version and the engine.",
     ),
-    MetricFamily(name="turngate_workers", kind="gauge", about="Workers whose values are included."),
+    MetricFamily(name="turngate_workers", kind="gauge", about="Workers whose values are included in these metrics."),
     MetricFamily(
         name="turngate_workers_silent",
         kind="gauge",

@@ -76,7 +76,7 @@ def limit_message(limit: str) -> str:
 
 
 def raise_if_paused(ending: str) -> None:
-    """Raise a retryable error if calls were aborted for a temporary reason. Any other `ending` means that the session has ended."""
+    """Raise a retryable error if `ending` is temporary: the gateway is stopping, or the cell's lease has lapsed. Otherwise, do nothing."""
     if ending == "stopping":
         raise Stopping("the gateway is stopping; retry this call in a moment") from None
     if ending == LAPSED:

@@ -194,7 +194,11 @@ def _parse_reward(kind: str, content: bytes) -> float:
 
     A text file contains a number. A JSON file contains a number, or an object with a number as `reward` or as its only field.
     """
-    expected = "a finite number" if kind == "txt" else 'a finite number, or an object with a finite number as "reward"'
+    expected = (
+        "a finite number"
+        if kind == "txt"
+        else 'a finite number, or an object with a finite number as "reward" or as its only field'
+    )
     problem = f"reward.{kind} must contain {expected}, not {content[:80]!r}"
     try:
         value: object = float(content) if kind == "txt" else msgspec.json.decode(content)

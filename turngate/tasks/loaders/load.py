@@ -262,7 +262,8 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
 def _select_split(folder: Path, where: str, split: str) -> list[Path]:
     """Return the files of one split of a data set.
 
-    Examples are `data/train-00000-of-00002.parquet`, `train.jsonl` and `config/train/0.parquet` for the splits `train` and `config/train`.
+    For example, `data/train-00000-of-00002.parquet` and `train.jsonl` belong to the split `train`, and `config/train/0.parquet` belongs
+    to the split `config/train`.
     """
     by_split: dict[str, list[Path]] = {}
     for file in _find_row_files(folder):

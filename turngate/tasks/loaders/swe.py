@@ -185,7 +185,10 @@ class SweRow:
         if not isinstance(value, list | tuple):
             raise self.error(field, f"must be a list of test names, not {_type_name(value)}")
         if invalid := [item for item in value if not isinstance(item, str) or not item]:
-            raise self.error(field, f"must contain only test names, but contains {_type_name(invalid[0])}")
+            raise self.error(
+                field,
+                f"must contain only test names, but contains {_type_name(invalid[0])}; each name must be a string that is not empty",
+            )
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
@@ -210,7 +213,9 @@ class SweRow:
             return ()
         commands = (value,) if isinstance(value, str) else value
         if not isinstance(commands, list | tuple) or not all(isinstance(item, str) for item in commands):
-            raise self.error(field, f"must be a command or a list of commands, not {_type_name(value)}")
+            raise self.error(
+                field, f"must be a command or a list of commands, all of them strings, but is {_type_name(value)}"
+            )
         return tuple(command for command in commands if command.strip())
 
     def is_list(self, field: str) -> bool:

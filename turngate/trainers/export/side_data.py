@@ -67,7 +67,8 @@ def check_experts(choices: ExportChoices) -> ExportChoices:
     """Raise `ConfigError` if side data other than routed experts is requested, because the format has no field for it."""
     if set(choices.side) - {ROUTED_EXPERTS}:
         raise ConfigError(
-            f"--side must be {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}", param="side"
+            f"--side must be only {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}",
+            param="side",
         )
     return choices
 

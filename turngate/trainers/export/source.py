@@ -33,7 +33,7 @@ _PAGE = 500
 
 
 class Exclusions:
-    """Counts of what an export left out, by reason: rollouts, rows, pairs, groups, and parts of records."""
+    """Counts, by reason, what an export left out: rollouts, rows, pairs, groups, and parts of records."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

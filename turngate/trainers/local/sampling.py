@@ -62,7 +62,7 @@ def has_masks(row: Row) -> bool:
 def _list_kept(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
     """List the ids that the sampling masks of trained tokens kept.
 
-    Return the index of each id's token among all trained tokens, and the ids.
+    Return two arrays with one entry per kept id: the index, among all trained tokens, of the token whose mask kept it, and the id.
     """
     places, ids, before = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for row in rows:
