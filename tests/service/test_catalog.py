@@ -43,7 +43,7 @@ def test_catalog_view_shows_modes_but_no_secrets(catalog: Catalog, monkeypatch: 
         "exact",
         "observe",
         "gate",
-    ]  # no direct mode, which would need the key in the sandbox
+    ]  # no direct mode, which never sends a key
     assert views["vllm://open"].modes == ["exact", "observe", "gate", "direct"]
     assert views["anthropic://claude"].modes == ["observe"] and views["anthropic://claude"].capture == "text"
     assert views["scripted://m"].modes == ["exact", "gate"] and views["scripted://m"].capture == "tokens"

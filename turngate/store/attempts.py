@@ -177,7 +177,7 @@ def register_attempt(
     query = "SELECT rollout, attempt FROM attempts WHERE session=? AND state='superseded'"
     if (dead := db.execute(query, (session,)).fetchone()) is not None:
         raise Conflict(
-            f"session {session!r} belongs to attempt {dead[1]} of rollout {dead[0]!r}, which was superseded; choose a different id",
+            f"session {session!r} belongs to the superseded attempt {dead[1]} of rollout {dead[0]!r}; choose a different id",
             param="id",
         )
     added = db.execute(

@@ -57,7 +57,7 @@ def node_checksum(
 
 
 def key_difference(old: int, new: int) -> int:
-    """Return the difference between two session keys, for `rekey_checksums`."""
+    """Return the XOR of the checksums of two session keys, which `rekey_checksums` needs."""
     return crc32(str(old).encode()) ^ crc32(str(new).encode())
 
 
@@ -78,7 +78,7 @@ def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences:
 
 
 def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
-    """Return each checksum after zero bytes are appended to its data. `digits[i]` selects the table, so also the number of bytes."""
+    """Return each checksum after zero bytes are appended to its data. `digits[i]` selects the table, which determines their number."""
     row = digits << 10
     result = tables.take(row + (checksums & 255))
     for byte in (1, 2, 3):

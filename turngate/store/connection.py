@@ -57,7 +57,7 @@ class Database(Protocol):
         """Run a write transaction. It is rolled back if the block raises an exception."""
 
     def reading(self) -> AbstractContextManager[StoreConnection]:
-        """Run single reads. Each read sees the newest data."""
+        """Run single reads. Outside a `snapshot`, each read sees the newest data."""
 
     def snapshot(self) -> AbstractContextManager[None]:
         """Make all reads inside the block see the same data. Only for a database that has its own connection (`Store.open_reader`)."""

@@ -308,5 +308,5 @@ class OutboxTable:
             db.execute("UPDATE outbox SET due=? WHERE session=? AND due IS NOT NULL", (time.time(), session))
         raise Conflict(
             f"session {session_id} is not in the shared store yet, so it cannot be deleted; "
-            + (f"shipping it failed: {row[0]}" if row[0] else "delete it again once this cell has shipped it")
+            + (f"shipping it failed: {row[0]}" if row[0] else "try again once this cell has shipped it")
         )

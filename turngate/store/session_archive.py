@@ -185,7 +185,7 @@ class SessionArchive:
                     yield session
 
     def read_settings(self, file: Path) -> dict[str, str]:
-        """Return the settings that the sessions in a file need, which name their tokenizers."""
+        """Return the settings that name the tokenizers and renderers of the sessions in a file."""
         with self._open(file) as opened:
             return self._read_metadata(file, opened).settings
 

@@ -447,7 +447,7 @@ def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, byte
 
 
 def copy_settings(store: SharedStore, settings: dict[str, Any]) -> None:
-    """Add the settings that name a cell's tokenizers to the shared store."""
+    """Add a cell's settings that name tokenizers and renderers to the shared store. Existing ones are kept."""
     with store.database.writing() as db:
         for name, value in sorted(settings.items()):
             db.execute("INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO NOTHING", (name, value))
