@@ -39,7 +39,6 @@ from turngate.config import ServeConfig
 from turngate.engines.local import LocalEngine, Model, load, save
 from turngate.server.run import GatewayAddress, run_embedded, run_in_thread
 from turngate.trainers.local.grpo import GrpoSettings, Learner, Step, Trainer, UpdateMetrics
-from turngate.trainers.local.loss import Normalise
 
 import torch  # isort: skip  # after turngate.engines.local, which configures how torch's threads wait
 
@@ -288,7 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--normalise",
         default="token",
-        choices=get_args(Normalise),
+        choices=["token", "sequence"],
         help="token: all tokens of a step weigh the same; sequence: all rollouts, so that long ones do not count more",
     )
     parser.add_argument("--running", type=int, default=64, help="agents running at the same time")
