@@ -64,9 +64,8 @@ class Phase(msgspec.Struct):
     name: str
     reads: list[float]
     turns: list[float]
-    turn_cpu: list[
-        float
-    ]  # CPU time of all threads of the gateway from the request of each turn to the end of its reply
+    # CPU time of all threads of the gateway from the request of each turn to the end of its reply
+    turn_cpu: list[float]
     late: list[float]
     cpu: list[float]  # CPU time of all threads of the gateway in each delay
     loop_cpu: list[float]  # CPU time of the loop's thread in each delay
@@ -84,9 +83,8 @@ class Traffic:
         self._pause_s = agents / rate
         self._seeds = itertools.count()
         self._tasks = [asyncio.create_task(self._run(seed)) for seed in range(agents)]
-        self.turns: list[
-            tuple[float, float, float]
-        ] = []  # start, latency, and CPU time of the gateway meanwhile, in seconds
+        # Start, latency, and CPU time of the gateway meanwhile, in seconds.
+        self.turns: list[tuple[float, float, float]] = []
 
     async def _run(self, number: int) -> None:
         rng = random.Random(number)

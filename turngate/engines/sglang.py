@@ -222,9 +222,8 @@ class SGLang:
             return ""
         try:
             mark = (await self._client.get("/get_model_info", _ModelInfo)).weight_version
-        except (
-            TurngateError
-        ) as error:  # its weights may be wrong, and turns must not be recorded with the wrong version
+        except TurngateError as error:
+            # Its weights may be wrong, and no turn may be recorded with a wrong version.
             return error.message
         self.reports_weights = mark is not None
         if mark is None or mark == str(expected.version):

@@ -287,9 +287,8 @@ class VLLM:
         except EngineRejected:
             self.reports_weights = False  # the route does not exist, so no weights can have been loaded either
             return ""
-        except (
-            TurngateError
-        ) as error:  # its weights may be wrong, and turns must not be recorded with the wrong version
+        except TurngateError as error:
+            # Its weights may be wrong, and no turn may be recorded with a wrong version.
             return error.message
         if mark.startswith(_LOADING):
             return f"its update to weight version {mark.removeprefix(_LOADING)} has not completed; if it failed, restart the engine"
