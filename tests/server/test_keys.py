@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import httpx
 import pytest
 
 from tests.kit import Gated, Json, OpenSession, Running, calls, gateway, read_reply, say, tool, until, user
-from turngate.client.keys import locate_admin_key, read_admin_key
+from turngate.client.keys import locate_admin_key, read_admin_key, read_stored_admin_key
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derive_logprobs
 from turngate.errors import ConfigError
 from turngate.server.app import Gateway
+from turngate.server.auth import admin_key
 
 HI = [user("Hi")]
 CALL = {"model": "m", "messages": HI}
@@ -141,6 +143,36 @@ def test_admin_key_file_is_created_once_and_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert start_gateway(tmp_path / "data") == key
     assert start_gateway(tmp_path / "other") != key
+
+
+def test_key_file_never_exists_without_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients wait for the file of a starting gateway, and read it as soon as it exists. The gateway may also be killed while it writes."""
+    link = os.link
+
+    def fail(source: str, target: Path) -> None:
+        assert not target.exists() and read_stored_admin_key(tmp_path) is None
+        assert len(Path(source).read_text().strip()) > 40
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(KeyboardInterrupt):
+        admin_key(tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "link", link)
+    assert admin_key(tmp_path) == read_stored_admin_key(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["admin-key"]
+
+
+def test_processes_that_start_at_once_share_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, others = os.link, []
+
+    def create_first(source: str, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        others.append(admin_key(tmp_path))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", create_first)
+    assert [admin_key(tmp_path)] == others
 
 
 def test_data_folder_is_private(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,14 @@ def own_key(data: Path, variable: str, name: str) -> str:
     if (stored := read_key_file(path)) is not None:
         return stored
     key = "tga-" + secrets.token_urlsafe(32)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(key + "\n")
+    with tempfile.NamedTemporaryFile("w", dir=data, prefix=f"{name}.", encoding="utf-8") as unfinished:
+        unfinished.write(key + "\n")
+        unfinished.flush()
+        os.fsync(unfinished.fileno())
+        try:
+            os.link(unfinished.name, path)  # so the file never exists without its key, even if this process is killed
+        except FileExistsError:  # another process has created it in the meantime
+            return own_key(data, variable, name)
     register_secrets(key)
     return key
 
