@@ -135,7 +135,7 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
     lines = data.splitlines()
     if len(lines) > MAX_RECORDS or any(len(line) > MAX_LINE_BYTES for line in lines):
         raise AgentError(
-            f"transcript: the file has more than {MAX_RECORDS} lines, or a line longer than {MAX_LINE_BYTES} bytes",
+            f"the transcript has more than {MAX_RECORDS} lines, or a line longer than {MAX_LINE_BYTES} bytes",
             param="transcript",
         )
     records = []
@@ -155,7 +155,7 @@ def _json_records(spec: Transcript, data: bytes) -> list[Any]:
         return []
     if is_too_large or (isinstance(values, list) and len(values) > MAX_RECORDS):
         raise AgentError(
-            f"transcript: the file has more than {MAX_RECORDS} records, or is larger than {MAX_LINE_BYTES} bytes",
+            f"the transcript has more than {MAX_RECORDS} records, or is larger than {MAX_LINE_BYTES} bytes",
             param="transcript",
         )
     return values if isinstance(values, list) else []

@@ -465,7 +465,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
-    """Return the next result, or None if there are no more. If a worker has failed, raise its error, which may affect all rollouts."""
+    """Return the next result, or None if there are no more. Raise the error of a failed worker: it may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

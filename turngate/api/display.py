@@ -245,7 +245,10 @@ def _color_tokens(turn: Turn, limit: int) -> str:
 
 
 def _iter_tokens(turn: Turn) -> Iterator[tuple[int, str, float | None]]:
-    """Yield the id, text and log-probability of each token. For a token that adds no complete character, the text is its id."""
+    """Yield the id, text and log-probability of each token.
+
+    The text is the id if the token adds no complete character, or if the tokenizer is not available.
+    """
     for index, token in enumerate(turn.ids.tolist()):
         piece = turn.pieces[index] if turn.pieces else ""
         logprob = None if turn.logprobs is None else float(turn.logprobs[index])

@@ -54,7 +54,7 @@ def _biasing(setting: str) -> str:
 
 
 def _truncating(setting: str) -> str:
-    return f"{setting}. Turns sampled with it are trained only with sampling masks."
+    return f"{setting}. Turns sampled with it are trained only in rows with sampling masks."
 
 
 GatewayFlag = Annotated[str, typer.Option(help="URL of the gateway. Set TURNGATE_ADMIN_KEY to its key.")]
@@ -150,28 +150,36 @@ class RolloutOptions:
     on_refused: Annotated[
         str,
         _flag(
-            "If a model call of the agent is refused (docs/concepts.md): exclude the rollout from training, or train it.",
+            "What to do with the rollout if a model call of the agent is refused (docs/concepts.md): exclude (from training) or train.",
             GRADING,
         ),
     ] = "exclude"
     on_timeout: Annotated[
-        str, _flag("If the agent times out: grade its work, exclude the rollout, or zero its reward.", GRADING)
+        str,
+        _flag(
+            "What to do if the agent times out: grade (its work), exclude (the rollout) or zero (its reward).", GRADING
+        ),
     ] = "grade"
     on_failure: Annotated[
         str,
-        _flag("If the agent exits with an error: grade its work, exclude the rollout, or zero its reward.", GRADING),
+        _flag(
+            "What to do if the agent exits with an error: grade (its work), exclude (the rollout) or zero (its reward).",
+            GRADING,
+        ),
     ] = "grade"
     on_limit: Annotated[
         str,
         _flag(
-            "If the session reaches a limit: grade the agent's work, exclude the rollout, or zero its reward.", GRADING
+            "What to do if the session or the sandbox reaches a limit: grade (the agent's work), exclude (the rollout) or zero "
+            "(its reward).",
+            GRADING,
         ),
     ] = "grade"
     on_lost: Annotated[
         str,
         _flag(
-            "If there is nothing to grade because the agent broke its sandbox or left too much data to copy: exclude the "
-            "rollout, or zero its reward.",
+            "What to do if there is nothing to grade because the agent broke its sandbox or left too much data to copy: exclude "
+            "(the rollout) or zero (its reward).",
             GRADING,
         ),
     ] = "zero"
@@ -299,7 +307,7 @@ class TrainOptions:
         _flag(
             "With --ray: address at which the nodes reach the engine on this machine.",
             CLUSTER,
-            default="the address of the default route",
+            default="this machine's address on its default route",
         ),
     ] = ""
     mismatch_difference: Annotated[

@@ -172,7 +172,7 @@ def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
     if not recorded_with or not Path(recorded_with).is_dir():
         raise ConfigError(
-            "the tokenizer that the session was recorded with is not on this machine; pass --tokenizer PATH",
+            "the tokenizer that the session was recorded with is unknown or not on this machine; pass --tokenizer PATH",
             param="tokenizer",
         )
     return Tokenizer(Path(recorded_with))

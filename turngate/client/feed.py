@@ -285,9 +285,9 @@ def _as_integer(name: str, value: SupportsIndex, least: int) -> int:
 def _check_mark(name: str, expected: str, current: str) -> None:
     """Raise `OtherFeed` if the current mark is not the expected one. `current` is empty if the feed does not exist."""
     if remove_history(expected) != remove_history(current):  # the gateway checks the history
-        why, alternative = "it was deleted, or the data folder changed", ""
+        why, alternative = "it was deleted, or the gateway uses a different data folder", ""
         if current:
-            why = "it was deleted and recreated, or the data folder changed"
+            why = "it was deleted and recreated, or the gateway uses a different data folder"
             alternative = ", or use the mark and a number of the current feed"
         raise OtherFeed(
             f"feed {name}: the feed in the checkpoint (mark {expected}) no longer exists: {why}; start from the "

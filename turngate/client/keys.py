@@ -64,7 +64,7 @@ def locate_admin_key(data: Path) -> str:
 
 
 def read_key_file(path: Path) -> str | None:
-    """Read a key from a file that only its owner may read. Return None if the file does not exist."""
+    """Read a key from a file. Return None if there is no file. Raise `ConfigError` if other users can access it or the key is invalid."""
     if not path.exists():
         return None
     if stat.S_IMODE(path.stat().st_mode) & 0o077:

@@ -16,7 +16,7 @@ _SECRET_WITH_SLOT = re.compile(rb"(?<![\w-])tg-([0-9a-f]{4})[\w-]{43}(?![\w-])",
 
 
 def slot_of(name: str) -> int:
-    """Return the slot of a session, given its id or its secret. OpenEnv's paths contain the secret."""
+    """Return the slot of a session, given its id or, as in OpenEnv's paths, its secret."""
     raw = name.encode("utf-8", "surrogatepass")
     if name.startswith("tg-") and (match := _SECRET_WITH_SLOT.fullmatch(raw.partition(b".")[0])):
         return int(match[1], 16)
