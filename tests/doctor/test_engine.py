@@ -92,7 +92,7 @@ async def test_engine_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> No
     [
         (ServeConfig(), "engine call", "ok", "log-probabilities for all ids (4)"),
         (ServeConfig(), "log-probabilities", "not checked", "only vLLM and SGLang have several log-probability modes"),
-        (ServeConfig(), "engine clock", "not checked", "has no URL"),
+        (ServeConfig(), "engine clock", "not checked", "--engine-url is not set"),
         (ServeConfig(engine="gate", tokenizer="turngate/render/builtin"), "engine", "not checked", "the trainer"),
         (ServeConfig(engine="local", model_folder="/nowhere"), "engine", "failure", "config.json"),
         (ServeConfig(engine="openai", engine_url=["http://127.0.0.1:9"]), "engine call", "not checked", "cost money"),

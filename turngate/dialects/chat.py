@@ -345,7 +345,9 @@ def _refuse_unsupported(request: ChatRequest) -> None:
             "logit_bias", "is not supported, because it would bias the recorded log-probabilities; leave it out"
         )
     if request.stream_options is not None and not request.stream:
-        raise field_error("stream_options", "can only be set if stream is true; leave it out")
+        raise field_error(
+            "stream_options", "can only be set if stream is true; set stream to true, or leave stream_options out"
+        )
     if is_given(request.audio):
         raise field_error("audio", "is not supported; this gateway returns text only")
     if request.modalities and request.modalities != ["text"]:

@@ -210,7 +210,7 @@ def _decode_history(request: GeminiRequest, wire: WireRequest) -> GeminiHistory:
     new = map(bytes, read_items(request["contents"], "contents")) if "contents" in request else ()
     contents = [*wire.known_items, *new]
     if not contents:
-        raise field_error("contents", "is not specified; it must contain at least one content")
+        raise field_error("contents", "must contain at least one content")
     system = request.get("systemInstruction")
     return GeminiHistory(contents, b"" if system is None else build_system_content(system), before=wire.history)
 

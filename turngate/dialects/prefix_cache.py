@@ -34,7 +34,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """A request without its list, which was between `head` and `tail`. No other field has the same name as the list."""
+    """A request without its list, which was between `head` and `tail`. The body has only one such list, so another one can replace it."""
 
     head: bytes
     tail: bytes
@@ -230,7 +230,7 @@ def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int
 
 
 def _next_item(body: bytes, end: int) -> int:
-    """Return where the next item starts after the one that ends at `end`. Return 0 unless a comma and at most one space separate them."""
+    """Return where the next item starts, or 0 if no comma follows the item that ends at `end`. At most one space is skipped."""
     if not body.startswith(b",", end):
         return 0
     return end + 2 if body.startswith(b" ", end + 1) else end + 1

@@ -57,7 +57,7 @@ class DoctorContext:
         )
 
     def urls(self) -> list[str]:
-        """Return the URLs of the engines. If the engine has no URL, return a list with one empty string."""
+        """Return the URLs of the engines. If none is set, return a list with one empty string."""
         return list(self.config.engine_url) or [""]
 
     async def engine(self, url: str) -> Engine:

@@ -54,7 +54,7 @@ def _check_local(folder: str) -> CheckOutcome:
     path = find_tokenizer(folder)
     if not (path / "config.json").is_file() or not list(Path(path).glob("*.safetensors")):
         return failure(
-            f"local: {path} does not contain config.json and *.safetensors files",
+            f"local: {path} lacks config.json or *.safetensors files",
             "set --model-folder to the model's folder",
         )
     return ok(f"local: {path} contains a model, which the gateway loads when it starts")
@@ -220,7 +220,7 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
     """Compare this machine's clock with the engines' clocks."""
     urls = [url for url in context.urls() if url]
     if not urls:
-        return [not_checked("the engine has no URL")]
+        return [not_checked("--engine-url is not set")]
     return [await measure_skew(url) for url in urls]
 
 

@@ -218,7 +218,7 @@ def _check_store(folder: Path, kind: str) -> CheckOutcome:
     try:
         Store.reading(folder).close()
     except ConfigError as error:
-        return failure(error.message, "restore the database from a backup, or choose a different --data folder")
+        return failure(error.message, "do what the message says, or choose a different --data folder")
     return ok(message)
 
 
@@ -265,7 +265,7 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
         fix = (
             f"set {METRICS_KEY} to at least 16 characters"
             if error.param == METRICS_KEY
-            else "run chmod 600 on the file, or delete it to get a new key"
+            else "run chmod 600 on the file if other users can access it; otherwise, delete it to get a new key"
             if error.param == "data"
             else "correct the environment variable, or the file that it names"
         )

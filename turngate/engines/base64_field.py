@@ -38,7 +38,7 @@ class Base64Field:
         return b"".join(parts)
 
     def feed(self, read: bytes) -> bytes:
-        """Return `read`, part of the reply, with the field's content removed. A complete field becomes an empty string."""
+        """Return `read`, the next part of the reply, without the field's content. A complete field becomes an empty string."""
         data = self._held + read if self._held else read
         self._held = b""
         kept, at = [], 0

@@ -75,7 +75,7 @@ class LaneLoad(msgspec.Struct):
 
     @property
     def calls(self) -> int:
-        """The calls in the lane: all calls in the last report, plus this gateway's calls since then."""
+        """The number of calls in the lane: those in the last report, adjusted for calls of this gateway that began or ended since then."""
         if self.report is None:
             return self.in_flight
         return max(self.in_flight, self.report.calls + self.in_flight - self.in_flight_then)
