@@ -27,7 +27,7 @@ def make_mask_mod(until: Tensor) -> MaskMod:
 
 
 def make_dense_mask(until: Tensor) -> Tensor:
-    """Return the mask as (token, token), for `scaled_dot_product_attention`."""
+    """Return the mask as a Boolean tensor (query, key), for `scaled_dot_product_attention`."""
     place = torch.arange(len(until), device=until.device)
     return make_mask_mod(until)(place, place, place[:, None], place[None, :])
 

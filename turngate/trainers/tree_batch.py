@@ -76,7 +76,7 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
         return make_block_mask(self.until)
 
     def dense_mask(self) -> Tensor:
-        """Return the mask as (token, token), for `scaled_dot_product_attention`. For n tokens, it takes n² bytes."""
+        """Return the mask as a Boolean tensor (query, key), for `scaled_dot_product_attention`. For n tokens, it takes n² bytes."""
         from turngate.trainers.tree_attention import make_dense_mask
 
         return make_dense_mask(self.until)

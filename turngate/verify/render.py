@@ -181,7 +181,9 @@ class _RenderCheck:
             if wrong and any(_REFERENCE in node.row.messages for node in path(context)):
                 # The definition of a deferred tool was in the request, but only the tools at the start of the prompt are stored.
                 results.note(
-                    "context", f"it refers to tools that are not stored, so it cannot be checked: {wrong}", context.id
+                    "context",
+                    f"it refers to tools that are not stored, so this may not be an error: {wrong}",
+                    context.id,
                 )
                 continue
             check.expect(not wrong, wrong, node=context.id)
@@ -301,7 +303,7 @@ class _RenderCheck:
             parsed, cut = self._parse(turn, tools)
             wrong = self._compare_message(turn, parsed)
             if wrong and _has_calls_as_text(self._messages.reply(turn), parsed.message):
-                what = "a call has arguments that are not a JSON object; this version records the text of such a call"
+                what = "a recorded call has arguments that are not a JSON object; this version would record it as text"
                 results.note("calls", what, turn.id)
                 continue
             if check.expect(not wrong, wrong, node=turn.id):
@@ -354,7 +356,7 @@ class _RenderCheck:
             ("calls", _encode_calls(recorded), _encode_calls(again)),
         ):
             if was != now:
-                return f"its {what} is recorded as {_shorten(was)}, but its ids parse to {_shorten(now)}"
+                return f"its ids parse to the {what} {_shorten(now)}, but {_shorten(was)} is recorded"
         if parsed.reasoning_open != turn.info.reasoning_open and turn.info.finish != "abort":
             return (
                 "it is marked as ending inside thinking, but does not"

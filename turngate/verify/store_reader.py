@@ -344,7 +344,7 @@ class StoredSession:
         if row.id in self._damaged:
             return self._damaged[row.id]
         if row.kind not in ("context", "sampled"):
-            return f"its kind is {row.kind!r}, which is not context or sampled"
+            return f"its kind is {row.kind!r}, which is neither 'context' nor 'sampled'"
         if len(row.ids) % 4:
             return f"the size of its ids in bytes is {len(row.ids)}, which is not a multiple of 4"
         try:

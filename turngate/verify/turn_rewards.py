@@ -96,7 +96,7 @@ def _check_reward(one: Json, n: int, turns: dict[int, StoredTurn], check: Verify
     holds = [
         check.expect(not unknown, f"it has unknown fields: {', '.join(map(brief, unknown[:5]))}", where=where),
         check.expect(is_finite(value), f"its value is {brief(value)}, which is not a finite number", where=where),
-        check.expect(kind in ("part", "extra"), f"its kind is {brief(kind)}, not part or extra", where=where),
+        check.expect(kind in ("part", "extra"), f"its kind is {brief(kind)}, not 'part' or 'extra'", where=where),
         check.expect(isinstance(name, str), f"its name is {brief(name)}, not text", where=where),
         check.expect(
             "call" not in one or _is_count(one["call"]),

@@ -193,7 +193,7 @@ class Teacher:
         return calls
 
     def _begin(self, turn: bytes) -> bool:
-        """Return whether a turn must be scored, and mark it as being scored. A turn that is cached, or in another call, need not be."""
+        """Return False if a turn is cached or in another call. Otherwise, mark it as being scored and return True."""
         with self._lock:
             if turn in self._in_flight:
                 return False

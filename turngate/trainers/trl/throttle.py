@@ -42,7 +42,10 @@ class DeliveryThrottle:
         self._taken = 0  # groups of this run whose rows the trainer has taken
 
     def record_finished(self, finished: FinishedRollout) -> None:
-        """Count a finished rollout of the plan. The runner reports rollouts of earlier runs first."""
+        """Count a finished rollout of the plan.
+
+        The runner reports rollouts of earlier runs before it starts any, so the first call knows which groups were already complete.
+        """
         group = finished.rollout.rpartition(".")[0]
         self._finished[group] += 1
         if finished.session and finished.kind in RECORDED_CLASSES:

@@ -224,7 +224,7 @@ class TurngateWorker:
         return self._gateway
 
     async def _raise_version(self, model_version: int) -> None:
-        """Raise the gateway's policy version if it is behind TRL's. It may be ahead, because TRL's version restarts at 0."""
+        """Raise the gateway's policy version to TRL's version plus `_base`, because TRL's version restarts at 0 in each run."""
         gateway = await self._client()
         now = (await retry_while_unreachable(gateway.fence)).version
         adapter = f"{self.config.adapter}-v{model_version}" if self.config.adapter else None

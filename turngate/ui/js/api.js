@@ -76,7 +76,7 @@ async function complaint(reply) {
   try {
     return String(JSON.parse(text).error.message);
   } catch {
-    return `The gateway responded with ${reply.status} ${reply.statusText}.`; // from a proxy, not from the gateway
+    return `The request failed with status ${reply.status} ${reply.statusText}.`; // probably from a proxy, not from the gateway
   }
 }
 

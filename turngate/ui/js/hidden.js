@@ -17,7 +17,7 @@ export const HIDDEN = new RegExp(
 /** @type {Object<string, string>} */
 const SIGNS = { "\u001b": "␛", "\u0000": "␀", "\u0007": "␇", "\u0008": "␈", "\r": "␍", "\u200b": "␣", "\u007f": "␡" };
 
-/** Return the replacement for running text. @param {string} character */
+/** Return what is shown in place of an invisible character: a sign, or its code point. @param {string} character */
 export function signOf(character) {
   return SIGNS[character] ?? codeOf(character);
 }

@@ -78,7 +78,7 @@ function versionsText(span) {
   return span.first === span.last ? `version ${span.first}` : `versions ${span.first}–${span.last}`;
 }
 
-/** The rollouts from before and after. It loads them once, and again only if others are chosen. */
+/** A panel with one rollout of an early and one of a late policy version. They are loaded again only if others are chosen. */
 export class BeforeAfter {
   constructor() {
     this.element = el("div.page-part");

@@ -41,7 +41,7 @@ export function detailOf(tokens, at) {
         "policy",
         node.version_start === node.version_end
           ? `v${node.version_start}`
-          : `v${node.version_start} at its first token, v${node.version_end} at its last`,
+          : `v${node.version_start} at the turn's first token, v${node.version_end} at its last`,
       ],
       ["capture", node.capture],
     );

@@ -133,7 +133,12 @@ export class TokenLines {
     return this.nodes.find((held) => held.node.id === id);
   }
 
-  /** Find the next token for which `wanted` is true. @param {number} from @param {1 | -1} by @param {(token: number) => boolean} wanted */
+  /**
+   * Return the next token in direction `by` for which `wanted` is true, or `from` if there is none.
+   * @param {number} from
+   * @param {1 | -1} by
+   * @param {(token: number) => boolean} wanted
+   */
   next(from, by, wanted) {
     for (let i = from + by; i >= 0 && i < this.count; i += by) if (wanted(i)) return i;
     return from;

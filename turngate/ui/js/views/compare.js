@@ -196,7 +196,7 @@ function firstDifference(left, right) {
 
 /** @param {Step | undefined} mine @param {Step | undefined} other @param {boolean} differ */
 function side(mine, other, differ) {
-  if (!mine) return el("div.panel.side.is-none", null, el("p.muted", { text: "This rollout had already ended." }));
+  if (!mine) return el("div.panel.side.is-none", null, el("p.muted", { text: "This conversation has no more turns." }));
   const made = el("div.panel.side", { class: differ ? "is-different" : "" });
   if (differ && other && mine.said !== other.said) made.append(apart(mine, other));
   made.append(...mine.messages.map((message) => messageOf(message, null)));
