@@ -89,7 +89,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _about(
             "Record the experts that a mixture-of-experts model chose for each token: auto (vLLM with engine_api generate), or "
-            "LAYERSxEXPERTS, such as 48x8 (SGLang).",
+            "LAYERSxEXPERTS, such as 48x8: the numbers of layers and of experts per token (SGLang).",
             ENGINE,
         ),
     ] = ""

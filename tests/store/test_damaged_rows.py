@@ -130,14 +130,14 @@ async def test_text_that_is_not_utf8_marks_only_its_session(column: str) -> None
         bad, good = await t.rollout(1.0), await t.rollout(0.5)
         damage(t, "sessions", column, bad, INVALID_UTF8)
         found = await list_sessions(t)
-        assert found[bad]["damaged"] == "its row is damaged on disk" and "damaged" not in found[good]
+        assert found[bad]["damaged"] == "its session record is damaged on disk" and "damaged" not in found[good]
         page = await open_page(t)
         for path in LISTS:
             answer = await page.get(path)
             assert answer.status_code == 200, (path, answer.text)
         answer = await t.g.admin.get(f"/admin/sessions/{bad}")
         assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == f"session {bad}: its row is damaged on disk"
+        assert answer.json()["error"]["message"] == f"session {bad}: its session record is damaged on disk"
 
 
 async def test_session_with_damaged_id_is_listed_under_its_readable_part() -> None:
@@ -146,9 +146,12 @@ async def test_session_with_damaged_id_is_listed_under_its_readable_part() -> No
         damage(t, "sessions", "id", bad, "CAST(CAST('bad-' AS BLOB) || x'ff' AS TEXT)")
         found = await list_sessions(t)
         assert list(found) == [good, "bad-\ufffd"] == t.g.app.store.ids(10)
-        assert found["bad-\ufffd"]["damaged"] == "its row is damaged on disk"
+        assert found["bad-\ufffd"]["damaged"] == "its session record is damaged on disk"
         rows = (await (await open_page(t)).get("/page/api/rollouts")).json()["rollouts"]
-        assert {row["id"]: row["message"] for row in rows} == {good: "", "bad-\ufffd": "its row is damaged on disk"}
+        assert {row["id"]: row["message"] for row in rows} == {
+            good: "",
+            "bad-\ufffd": "its session record is damaged on disk",
+        }
 
 
 @pytest.mark.parametrize(
@@ -185,4 +188,4 @@ async def test_pruning_keeps_session_with_damaged_row() -> None:
         damage(t, "sessions", "status", bad, INVALID_UTF8)
         plan = t.g.app.store.retention.plan(2**40)
         assert [session.id for session in plan.removable] == [good]
-        assert plan.kept == {"its row is damaged on disk": 1}
+        assert plan.kept == {"its session record is damaged on disk": 1}

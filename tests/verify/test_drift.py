@@ -37,7 +37,7 @@ async def test_template_drops_thinking(renderers: Any, tmp_path: Path) -> None:
         await talk(agent, "<think>\nthought\n</think>\n\nanswer", "another")
 
     [fork] = await forks(tmp_path, renderers("qwen3"), run, thinking="drop")
-    assert (fork.recorded, fork.cause, fork.detail) == ("template", "thinking dropped", "of turn 2, by the template")
+    assert (fork.recorded, fork.cause, fork.detail) == ("template", "thinking dropped", "by the template from turn 2")
     assert fork.before.endswith("<|im_start|>assistant\n")
     assert (fork.was, fork.now[:6]) == ("<think>\nthought\n</think>\n\n", "answer")
     assert fork.sent > 0 and fork.shared == fork.token, "both rows are trained and share a prefix"
@@ -51,7 +51,11 @@ async def test_template_rewrites_json(renderers: Any, tmp_path: Path) -> None:
 
     # As with a template that cannot be extended: the past is rendered again, with calls in the template's own JSON.
     [fork] = await forks(tmp_path, renderers("builtin"), run, thinking="drop")
-    assert (fork.recorded, fork.cause, fork.detail) == ("template", "JSON spelling", "of turn 2, by the template")
+    assert (fork.recorded, fork.cause, fork.detail) == (
+        "template",
+        "JSON spelling",
+        "changed by the template in turn 2",
+    )
     assert (fork.was, fork.now) == ('"read","arguments":', ' "read", "arguments":')
 
 
@@ -59,7 +63,7 @@ async def test_template_rewrites_json(renderers: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sampled", "cause", "detail"),
     [
-        ("<think>\nthought\n</think>\n\n\n\nanswer", "whitespace", "of turn 2, by the template"),
+        ("<think>\nthought\n</think>\n\n\n\nanswer", "whitespace", "changed by the template in turn 2"),
         (
             "<think>\nthought\n</think>\n\nans|wer",
             "template",

@@ -92,8 +92,8 @@ def _build_text_form(
 ) -> _TextForm:
     """Build the templates.
 
-    `events` contains the prefix of the text events' names and that of the part events' names. `index` is the name of the field with the
-    part's index, which is always 0.
+    `events` is a pair of prefixes for the names of events: one for text (such as `output_text`), one for parts (such as `content_part`).
+    `index` is the name of the field with the part's index, which is always 0.
     """
     place = _PLACE + b'"%b":0,' % index
     text_event, part_event = events

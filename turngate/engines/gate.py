@@ -303,7 +303,7 @@ class Gate:
         ticket.notify()  # wake the waiter: the new deadline may be earlier
 
     def _requeue(self, ticket: Ticket) -> None:
-        """Return a call to the head of the queue, because it has waited longest."""
+        """Put a call back at the head of the queue, because it has waited longest."""
         ticket.lease, ticket.until, ticket.lease_s = "", None, None
         self._queue[ticket.id] = ticket
         self._queue.move_to_end(ticket.id, last=False)

@@ -22,7 +22,10 @@ Generation = AbstractAsyncContextManager[AsyncIterator[Chunk]]
 async def generate_after_reasoning(
     generate: Callable[[Generate], Generation], request: Generate, tokens: ReasoningTokens
 ) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """Stream both generations as one reply. `generate` is the engine's own method, which constrains a reply from its first token."""
+    """Sample the reasoning without the constraint and the rest with it, and stream both as one reply.
+
+    `generate` is the engine's own method, which constrains a reply from its first token.
+    """
     async with aclosing(_generate(generate, request, tokens)) as chunks:
         yield chunks
 

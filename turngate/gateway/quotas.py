@@ -56,7 +56,7 @@ class ProjectQuota:
         return self.max_tokens == inf or self.metrics.sampled_tokens < self.max_tokens
 
     async def require_tokens(self) -> None:
-        """Wait for more tokens if the part is used up. Raise `QuotaExceeded` if this process cannot get more."""
+        """Wait for more tokens if this process has used up its part of the quota. Raise `QuotaExceeded` if it cannot get more."""
         if not self.has_tokens and not await self._wait(lambda: self.has_tokens):
             self._require_answer()
             raise QuotaExceeded(

@@ -508,7 +508,7 @@ def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:
 
 
 def _read_metadata(db: StoreConnection, session: int) -> tuple[str, str]:
-    """Read the group and the task from a session's settings. Both are empty if the settings are damaged too."""
+    """Read the group and the task of a damaged outcome from its session's settings. Both are empty if these are damaged, too."""
     row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
     try:
         config: Json = None if row is None else msgspec.json.decode(row[0])

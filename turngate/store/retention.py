@@ -32,7 +32,7 @@ TOO_NEW = "it ended too recently"
 UNSHIPPED = "it is not in the shared store yet"
 OTHERS_KEPT = "another rollout of its group is kept"
 CHANGED = "it has changed in the meantime"
-DAMAGED = "its row is damaged on disk"
+DAMAGED = "its session record is damaged on disk"
 
 
 class OldSession(msgspec.Struct, frozen=True):

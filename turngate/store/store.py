@@ -58,7 +58,7 @@ _context_info = msgspec.msgpack.Decoder(ContextInfo)
 _sampled_info = msgspec.msgpack.Decoder(SampledInfo)
 _encode_info = msgspec.msgpack.Encoder().encode
 _DAMAGED_SETTINGS = "its settings are damaged on disk"
-_DAMAGED_ROW = "its row is damaged on disk"
+_DAMAGED_ROW = "its session record is damaged on disk"
 _FIRST_ID = -(2**63)  # a damaged id may be negative
 # id, parent, kind, ids, log-probabilities, info, messages, delivered, checksum
 _NodeRow = tuple[int, int | None, str, bytes, bytes | None, bytes, bytes, int, int]

@@ -377,8 +377,9 @@ class _Structure:
     def _is_beside_main(self, root: Context) -> bool:
         """Return whether a short answer is clearly not part of the main conversation.
 
-        This is the case if the main conversation has tools, has more turns or much more text, or answers the same question later. A short
-        answer after a long one to the same question may be the real answer, because the long one may only be a check of the user's input.
+        This is the case if the main conversation has tools, several turns, or much more text. If both answer the same question, only their
+        order counts: an earlier answer is not part of the main conversation, but a later one may be the real answer, because the main
+        conversation may only check the user's input.
         """
         main = self._main
         if main is None:

@@ -452,11 +452,11 @@ class _ForkDescriber:
             kept = any(
                 answer.reasoning.strip() == message.reasoning.strip() for answer in now if answer.role == "assistant"
             )
-            return "thinking dropped", f"of turn {at.id}, by the {'template' if kept else 'agent'}"
+            return "thinking dropped", f"by the {'template' if kept else 'agent'} from turn {at.id}"
         if sampled.split() == written.split():
-            return "whitespace", f"of turn {at.id}, by the template"
+            return "whitespace", f"changed by the template in turn {at.id}"
         if message.tool_calls:
-            return "JSON spelling", f"of turn {at.id}, by the template"
+            return "JSON spelling", f"changed by the template in turn {at.id}"
         return "template", f"writes turn {at.id} differently"
 
 

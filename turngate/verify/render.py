@@ -303,7 +303,10 @@ class _RenderCheck:
             parsed, cut = self._parse(turn, tools)
             wrong = self._compare_message(turn, parsed)
             if wrong and _has_calls_as_text(self._messages.reply(turn), parsed.message):
-                what = "a recorded call has arguments that are not a JSON object; this version would record it as text"
+                what = (
+                    "a recorded tool call has arguments that are not a JSON object; this version of Turngate would record the "
+                    "call as text"
+                )
                 results.note("calls", what, turn.id)
                 continue
             if check.expect(not wrong, wrong, node=turn.id):

@@ -18,7 +18,7 @@ STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "can
 ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "running", "finishing")
 DONE = "done"  # the last stage reported by a runner
 DAMAGED = "its outcome is damaged on disk"
-DAMAGED_ROW = "its row is damaged on disk"
+DAMAGED_ROW = "its session record is damaged on disk"
 SILENT_S = 3600.0  # a runner that has reported nothing for this long is considered gone
 _LONG = 2000  # maximum characters of a message in a list
 

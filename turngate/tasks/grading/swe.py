@@ -523,7 +523,7 @@ def _weigh_doubts(
         return evidence, ()
     cases = {**evidence.cases, **{case: _outcome_without_witness(case, evidence.report) for case in doubt}}
     reason = (
-        f"the work changed how tests are decided ({', '.join(sorted(changed)[:5])})"
+        f"the agent's work changed how pytest determines the outcomes of tests ({', '.join(sorted(changed)[:5])})"
         if changed
         else f"other code ran in place of {', '.join(sorted(replaced)[:5])}"
         if replaced

@@ -132,7 +132,7 @@ def describe_step(step: Step, share: StepTime) -> str:
     """Describe a step in one line."""
     measured = step.measured
     note = (
-        "not compared"
+        "log-probabilities not compared"
         if measured.difference is None
         else f"log-probabilities differ by {measured.difference:.0e} on average"
     )
@@ -142,8 +142,8 @@ def describe_step(step: Step, share: StepTime) -> str:
     elif not measured.signal:
         note = "no signal: all advantages of the accepted rows are 0"
     return (
-        f"step {step.step:3}  reward {'none' if step.reward is None else f'{step.reward:.2f}'} {bar:20}  "
-        f"passed {'none' if step.passed is None else f'{step.passed:4.0%}'}  entropy {measured.entropy:.2f}  {note}"
+        f"step {step.step:3}  reward {'unknown' if step.reward is None else f'{step.reward:.2f}'} {bar:20}  "
+        f"passed {'unknown' if step.passed is None else f'{step.passed:4.0%}'}  entropy {measured.entropy:.2f}  {note}"
         + (f"  rows rejected: {len(measured.refused)}" if measured.refused else "")
         + f"  {share.whole:.0f} s (agents {share.agents:.0f}, sampling {share.sampling:.0f}, training {share.training:.0f}, "
         f"turngate {share.turngate:.1f})"

@@ -78,7 +78,7 @@ function versionsText(span) {
   return span.first === span.last ? `version ${span.first}` : `versions ${span.first}–${span.last}`;
 }
 
-/** A panel with one rollout of an early and one of a late policy version. They are loaded again only if others are chosen. */
+/** A panel with one rollout of an early and one of a late policy version. `draw` loads rollouts only if the pair has changed. */
 export class BeforeAfter {
   constructor() {
     this.element = el("div.page-part");

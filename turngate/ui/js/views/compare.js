@@ -178,7 +178,7 @@ function spoken(message) {
   return [message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
 }
 
-/** Describe the parts of a message that were not compared, by length and kind. @param {Json} message */
+/** Return the lengths and kinds of the parts of a message whose text cannot be compared, or "" if there are none. @param {Json} message */
 function leftOut(message) {
   return message.cut || message.beyond ? JSON.stringify([message.cut ?? {}, message.beyond ?? ""]) : "";
 }
