@@ -211,8 +211,8 @@ async def test_import_with_side_effect_is_refused(root: Path, folder: Path, faul
     ("env", "reason"),
     [
         ({"MODE": "other"}, "MODE differs"),
-        ({"PYTHONDONTWRITEBYTECODE": "1"}, "PYTHONDONTWRITEBYTECODE takes effect only when Python starts"),
-        ({"LC_ALL": "C"}, "LC_ALL takes effect only"),
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, "PYTHONDONTWRITEBYTECODE differs from its value in the fork server"),
+        ({"LC_ALL": "C"}, "LC_ALL differs from its value in the fork server"),
         ({"HOME": "/usr"}, "HOME is not the sandbox's home folder"),
     ],
 )

@@ -74,8 +74,8 @@ class ReplicaSet:
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
         """Load the current weights into an engine that is about to join, unless it has them. Raise an error if it is not ready afterwards.
 
-        `claimed` is the version that the engine already has, according to the caller. If another program loaded the current weights, the
-        gateway cannot load them, so `claimed` must be the current version.
+        `claimed` is the version that the engine already has, according to the caller. If another program loaded the current weights into
+        the other engines, the gateway cannot load them into this one, so `claimed` must be the current version.
         """
         load = self._read_loadable(version)
         if load is None and version > 0 and claimed != version:

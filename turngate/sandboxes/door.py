@@ -96,7 +96,7 @@ class GatewayDoor(relay.HttpRelay):
         return request._replace(headers=headers)
 
     def log(self, line: str) -> None:
-        """Discard the line, because the relay in the sandbox already logs failed attempts."""
+        """Discard the line, because the relay in the sandbox already logs failed attempts to reach the gateway."""
 
 
 def _decode_path(path: str) -> str:

@@ -76,7 +76,7 @@ def _sweep_folders(root: Path, kind: str) -> int:
 def _is_abandoned(unfinished: Path) -> bool:
     """Return whether an unfinished folder will never be completed.
 
-    A folder of an older version has no owner in its name, so only its age counts.
+    Older versions of Turngate did not put the owner into the name; such a folder counts as abandoned once it is old enough.
     """
     _, _, owner_name = unfinished.name.partition(" ")
     if owner_name:
@@ -116,7 +116,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _find_processes(name: str) -> list[int]:
-    """Find the processes with a sandbox's mark. Include their descendants, which may have dropped the mark."""
+    """Find the processes whose environment names the sandbox, and their descendants, which may have removed that variable."""
     mark = f"{SANDBOX_ENV}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():

@@ -175,9 +175,9 @@ def _forget_folders() -> None:
 
 
 def _find_traces(scratch: str) -> List[str]:
-    """Find every text in memory that contains a path below `scratch`. Return descriptions of the faults among them.
+    """Find the strings in memory that contain a path below `scratch`, and describe those that make forking unsafe.
 
-    A module's variable whose whole value is such a path is not a fault, because the forked process changes the variable.
+    A module's variable whose whole value is such a path is safe: it is recorded, and the forked process corrects it.
     """
     modules = {id(vars(one)): one for one in list(sys.modules.values()) if isinstance(one, types.ModuleType)}
     expected = {id(scratch), id(os.environ._data)}  # type: ignore[attr-defined]

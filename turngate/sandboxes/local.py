@@ -95,7 +95,7 @@ class LocalBackend:
 
 
 def _check_mounts(spec: SandboxSpec) -> None:
-    """Check that each mount exists and has the same path inside, because host and sandbox share a file system."""
+    """Check that each mount exists on the host and has the same path in the sandbox, which shares the host's file system."""
     for mount in spec.mounts:
         if mount.source != mount.target:
             raise SandboxError(

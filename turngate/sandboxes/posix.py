@@ -162,9 +162,11 @@ class PosixSandbox(ABC):
         self, command: Sequence[str], env: Mapping[str, str] | None, cwd: str, stdin: int, stdout: int, stderr: int
     ) -> Job:
         full_env = self.build_env(env)
-        if not command or any("\0" in word for word in (*command, cwd, *full_env, *full_env.values())):
+        if not command:
+            raise SandboxError("a command must not be empty")
+        if any("\0" in word for word in (*command, cwd, *full_env, *full_env.values())):
             raise SandboxError(
-                "a command must not be empty, and its arguments, environment variables and paths must not contain a NUL character"
+                "the arguments, environment variables and paths of a command must not contain a NUL character"
             )
         if any(not name or "=" in name for name in full_env):
             raise SandboxError("an environment variable's name must not be empty or contain '='")

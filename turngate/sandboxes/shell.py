@@ -134,7 +134,7 @@ class ShellJob:
 
 
 class ShellSandbox:
-    """A sandbox whose operations use the connection of a remote service."""
+    """A sandbox on a remote service, used through the service's `SandboxConnection`."""
 
     shared = None
     disk_error = None  # the service limits the disk
@@ -361,9 +361,9 @@ class ShellSandbox:
             try:
                 await self._connection.renew(min(self._connection.lease_s, remaining))
             except RequestLost as error:
-                log.warning("could not renew sandbox %s, retrying: %s", self.id, error)
+                log.warning("could not renew the lease of sandbox %s, retrying: %s", self.id, error)
             except SandboxError as error:
-                log.warning("could not renew sandbox %s, so it will end: %s", self.id, error)
+                log.warning("could not renew the lease of sandbox %s, so the sandbox will end: %s", self.id, error)
                 return
             await asyncio.sleep(min(pause, self._ends - time.monotonic()))
         with suppress(SandboxError):
@@ -389,9 +389,11 @@ def run_script(
     folder: str, command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err: str, has_input: bool
 ) -> str:
     """Return a script that execs the command. It sets the variables itself, because a login shell's profile may change them."""
-    if not command or any("\0" in word for word in (*command, cwd, out, err, *env, *env.values())):
+    if not command:
+        raise SandboxError("a command must not be empty")
+    if any("\0" in word for word in (*command, cwd, out, err, *env, *env.values())):
         raise SandboxError(
-            "a command must not be empty, and its arguments, environment variables and paths must not contain a NUL character"
+            "the arguments, environment variables and paths of a command must not contain a NUL character"
         )
     lines = [f"echo $$ >{folder}/pid"]
     lines += [f'mkdir -p "$(dirname {shlex.quote(path)})"' for path in (out, err) if not path.startswith(folder)]
@@ -409,7 +411,7 @@ def run_script(
 
 
 def watch_script(folder: str, seconds: int) -> str:
-    """Return a script that runs the script `run` in a new session and writes its exit code. It kills the command after `seconds`."""
+    """Return a script that runs the job's script `run`, kills it after `seconds`, and writes its exit code to the file `code`."""
     job = posixpath.basename(folder)
     return f"""
 trap : HUP INT TERM
@@ -425,7 +427,7 @@ echo "$code" >{folder}/code.new && mv {folder}/code.new {folder}/code
 def kill_script(folder: str, grace_s: float) -> str:
     """Return a script that ends a command with SIGTERM, then SIGKILL.
 
-    It signals the command's process group and all processes with the job's mark.
+    It signals the command's process group and all processes whose environment names the job (`TURNGATE_JOB`).
     """
     return f"""
 mine() {{ grep -sl TURNGATE_JOB={posixpath.basename(folder)} /proc/[0-9]*/environ | cut -d/ -f3; }}

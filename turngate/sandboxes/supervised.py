@@ -346,7 +346,9 @@ class SupervisedJob:
                     await self._control.send({"job": self._name, "signal": int(number)})
                 await asyncio.wait([self._gone], timeout=wait_s)
         if not self._gone.done():
-            raise SandboxStuck(f"a process in the sandbox is still alive {KILL_TIMEOUT_S:.0f} s after it was killed")
+            raise SandboxStuck(
+                f"a process in the sandbox is still running {KILL_TIMEOUT_S:.0f} s after SIGKILL was sent to it"
+            )
 
 
 class _StatusPipe(asyncio.Protocol):

@@ -289,7 +289,7 @@ def _exit_with_error(why: str, code: int) -> None:
 
 
 def run_led_command(command: list[str]) -> None:
-    """Run a command and exit with its exit code. Kill it when stdin closes, which also happens if the owner is killed."""
+    """Run a command and exit with its exit code. Kill it when stdin closes, which also happens if the process that started us is killed."""
     _prctl(SET_CHILD_SUBREAPER, 1)
     for number in ENDING_SIGNALS:  # signals to our process group are meant for the command
         signal.signal(number, signal.SIG_IGN)

@@ -196,7 +196,9 @@ class Tunnel:
         """Return why the gateway did not answer through the tunnel, or an empty string if it did."""
         try:
             async with session.get(f"{self.url}/health", allow_redirects=False) as reply:
-                return "" if GATEWAY_HEADER in reply.headers else f"status {reply.status} did not come from the gateway"
+                if GATEWAY_HEADER in reply.headers:
+                    return ""
+                return f"a reply with status {reply.status} did not come from the gateway"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
@@ -208,7 +210,7 @@ def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _led_command(command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command` and, on Linux, ends it when this process ends. Elsewhere, it may outlive this process."""
+    """Return a command that runs `command` and ends it when this process ends. Outside Linux, return `command` itself, which may outlive it."""
     if not sys.platform.startswith("linux"):  # the supervisor needs Linux
         return list(command)
     return [sys.executable, "-I", "-S", supervisor.__file__, "--lead", *command]

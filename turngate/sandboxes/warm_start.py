@@ -169,7 +169,7 @@ class ForkServer:
                 return f"{name} differs from its value during the imports"
         for name in {*env, *self._start.env}:
             if name.startswith(START_VARIABLES) and env.get(name) != self._start.env.get(name):
-                return f"{name} takes effect only when Python starts"
+                return f"{name} differs from its value in the fork server, and takes effect only when Python starts"
         return ""
 
     def hold(self) -> socket.socket:

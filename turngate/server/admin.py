@@ -76,7 +76,7 @@ class AnswerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SessionListQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `before` is the key of the last session on the previous page."""
+    """Query parameters. `before` is the `key` of the last session on the previous page."""
 
     status: Status | None = None
     before: Whole | None = None

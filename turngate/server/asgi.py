@@ -61,7 +61,7 @@ async def respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[
 async def send_or_give_up(send: Send, message: MutableMapping[str, Any]) -> None:
     """Send a message. Raise `ClientDisconnect` if this takes longer than `STALL_S` seconds.
 
-    A frozen sandbox must not block an engine, a fence or a session.
+    Without this limit, a client that stops reading, such as one in a frozen sandbox, would block an engine, a fence or a session.
     """
     sending = send(message)
     try:
@@ -122,7 +122,7 @@ class DisconnectWatch(HangUp):
             self._serving.cancel()
 
     def uncancel(self) -> None:
-        """Undo the cancellation so that the serving task can clean up and return."""
+        """Undo the cancellation of the serving task, so that the task can clean up and return."""
         if self._serving is not None:
             self._serving.uncancel()
 

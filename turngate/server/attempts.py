@@ -53,7 +53,7 @@ class AttemptRoutes:
         return json_response(AttemptList(self._attempts.list_attempts(query.rollout)))
 
     async def supersede(self, request: Request, body: SupersedeBody) -> JsonReply[SupersededAttempt[RecordedOutcome]]:
-        """Supersede an attempt at a rollout, unless it has an outcome."""
+        """Give up an attempt at a rollout, unless the attempt already has an outcome."""
         if not body.rollout:
             raise BadRequest("rollout must not be empty; pass the name of the rollout", param="rollout")
         check_rollout(body.rollout)

@@ -117,7 +117,8 @@ class Auth:
             return OPERATOR_CALLER
         found = self.find_key(key)
         if found is None:
-            raise Unauthorized("the key is missing, wrong or no longer valid; send it as 'Authorization: Bearer …'")
+            problem = "wrong or no longer valid" if key else "missing"
+            raise Unauthorized(f"the key is {problem}; send a valid key as 'Authorization: Bearer …'")
         require_scope(found, scopes)
         return Caller(found.prefix, found.project)
 
@@ -130,8 +131,8 @@ class Auth:
             return self.require(key, scopes).project is None
         except Unauthorized:
             raise Unauthorized(
-                "the key is missing or wrong; send the admin key, an API key with the scope traces or admin, or the key in "
-                f"{METRICS_KEY} as 'Authorization: Bearer …'"
+                f"the key is {'wrong or no longer valid' if key else 'missing'}; send the admin key, an API key with the scope traces or "
+                f"admin, or the key in {METRICS_KEY} as 'Authorization: Bearer …'"
             ) from None
 
     async def session(self, key: str, session_id: str | None) -> Session:
@@ -179,10 +180,10 @@ class Auth:
             require_scope(found, MODEL_CALLS)
 
     def trusts(self, scope: Scope) -> bool:
-        """Return whether a prime-rl client may omit the key. A loopback client may, if `open_loopback` is set.
+        """Return whether a request of a prime-rl client needs no key.
 
-        This applies only to the project `default`. A request that carries a key always needs a valid one. Otherwise, the answer would
-        reveal whether the project that the key names exists.
+        It needs none if `open_loopback` is set, the request comes from this machine, and the project is `default`. A request that carries
+        a key needs a valid one: if an invalid key were ignored, the answer would reveal whether the project that the key names exists.
         """
         is_open = self._open_loopback and self._project == DEFAULT_PROJECT
         client = scope.get("client")

@@ -1,6 +1,6 @@
 """Listen for connections, and publish the gateway's address in the data folder.
 
-The front process imports this module, so it imports no heavy modules.
+The front process imports this module, so this module imports no heavy ones.
 """
 
 from __future__ import annotations

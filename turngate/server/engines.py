@@ -32,8 +32,8 @@ class _EngineBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class AddEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines`.
 
-    `version` declares that the engine already has the weights of this version. If another program loaded the current weights, the gateway
-    cannot load them, so `version` is required and must be the current version.
+    `version` declares that the engine already has the weights of this version. If another program loaded the current weights into the other
+    engines, the gateway cannot load them into this one, so `version` is required and must be the current version.
     """
 
     version: Version | None = None
@@ -46,8 +46,8 @@ class DrainEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_o
 class RemoveEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines/remove`.
 
-    The engine's calls in flight get up to `limit_s` seconds to end. After that, the request fails, and the engine keeps draining. With
-    `force`, the calls fail at once, and the engine is removed.
+    The engine's calls in flight get up to `limit_s` seconds to end. If they take longer, the request fails, and the engine keeps draining.
+    With `force`, the calls fail at once, and the engine is removed.
     """
 
     limit_s: Limit = REMOVE_S

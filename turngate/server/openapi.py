@@ -164,7 +164,7 @@ def _describe_parameters(operation: Operation) -> list[Json]:
 
 
 def _without_null(schema: dict[str, Json]) -> dict[str, Json]:
-    """Return the schema of a query parameter without null. A query parameter may be absent, but it cannot be null."""
+    """Remove null from the schema of a query parameter, because a query parameter may be absent, but it cannot be null."""
     if "anyOf" not in schema:
         return schema
     (other,) = (one for one in schema["anyOf"] if one != {"type": "null"})

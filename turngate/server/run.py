@@ -228,8 +228,8 @@ def tune_interpreter() -> None:
 
     The vocabulary is excluded from garbage collection. Otherwise, half a million permanent objects would be scanned again and again.
 
-    A thread that reads the store must pass on the interpreter lock sooner than after Python's 5 ms. A turn waits for the engine and for
-    sockets several times, and each time it could wait that long for the lock.
+    Threads release the interpreter lock more often than every 5 ms, which is Python's default. A turn waits for the engine and for sockets
+    several times. After each wait, it needs the lock, which a thread that reads the store could otherwise keep for up to 5 ms.
     """
     gc.collect()
     gc.freeze()

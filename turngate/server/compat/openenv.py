@@ -248,7 +248,7 @@ def _encode_entries(view: SessionView) -> bytes:
     kind = _capture_kind(view.session)
     if kind["rollout_type"] == "eval":
         why = (
-            "is an evaluation"
+            "is for evaluation"
             if kind["capture_level"] == "tokens"
             else "was recorded in observe mode without all token ids"
         )

@@ -65,7 +65,7 @@ class EventStreamRoutes:
         return self._respond(self._stream_events(request, session, self._start_cursor(request, query.after)))
 
     def _start_cursor(self, request: Request, after: str) -> int:
-        """Return the cursor after which the stream starts: the client's last event, or the newest event if the client sends none."""
+        """Return the cursor after which the stream starts: the last event that the client received or, without one, the newest event."""
         has_cursor = request.headers.get("last-event-id") or after
         newest = self._events.newest()
         if not has_cursor:
@@ -125,7 +125,7 @@ class EventStreamRoutes:
             await asyncio.sleep(_INTERVAL_S)
 
     def _find_changes(self, store: Store, *, after: int) -> dict[str, Json]:
-        """Read the changes and encode their rows. Runs in the reader's thread, which owns the rows."""
+        """Read the changes to the lists, and encode the changed rollouts. Runs in the reader's thread, the only one that may use them."""
         changes = self._reader.views.overview.list_changes(store, after)
         return {**changes, "rollouts": [encode_piece(row) for row in changes["rollouts"]]}
 

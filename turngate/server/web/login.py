@@ -5,7 +5,7 @@ without shared state, even after a restart, and a new admin key invalidates it. 
 expires. The cookie grants access only to the page's routes.
 
 The cookie of an API key starts with the key's prefix, and its signature also depends on the key. The cookie is valid only in the key's
-project, and only as long as the key.
+project, and only while the key is valid.
 """
 
 from __future__ import annotations
