@@ -144,7 +144,7 @@ def test_batch_on_a_shared_store_needs_a_cluster(tmp_path: Path) -> None:
         "postgresql://localhost/nowhere",
     )
     line = run_rejected("batch", *arguments)
-    assert line == "--data must be a folder; to use a shared store, also pass --ray or the --gateway of a cell"
+    assert line == "--data must be a folder; to use a shared store, also pass --ray, or the URL of a cell as --gateway"
 
 
 def test_only_shell_accepts_a_command(data: Path) -> None:
@@ -393,7 +393,7 @@ def test_gateway_serving_the_folder_is_used(data: Path, tmp_path: Path) -> None:
     with test_serve.start_serve(data, "--script", tmp_path / "script.json", "--model", "policy-7") as served:
         done = run_cli(*shell_run(data, CALL_ONCE))
         assert done.exit_code == 0, done.output
-        assert f"Using the gateway that already serves {data}, at {served.url}, with its engine" in done.stdout
+        assert f"Using the gateway at {served.url}, which already serves {data}, and its engine" in done.stdout
         outcome = outcome_of(data)
         assert (outcome["collected"]["stdout"], outcome["model"]) == ("From the one that serves.\n", "policy-7")
         shown = run_cli("show", "--data", data)  # while it serves

@@ -62,7 +62,7 @@ def test_choice_of_a_cluster() -> None:
     choice = choose_cluster(options(ray="h:1", ray_label=["pool=docker"]), SHARED)
     assert choice is not None and (choice.address, choice.labels) == ("h:1", {"pool": "docker"})
     assert choose_cluster(options(gateway="http://cell"), SHARED) is None
-    with pytest.raises(ConfigError, match=r"to use a shared store, also pass --ray or the --gateway of a cell"):
+    with pytest.raises(ConfigError, match=r"to use a shared store, also pass --ray, or the URL of a cell as --gateway"):
         choose_cluster(options(), SHARED)
 
 

@@ -125,7 +125,10 @@ DAMAGED: list[tuple[Any, str]] = [
         r"the segments have \d+ tokens, .* but there are \d+ ids and \d+ log",
     ),
     (lambda tree: {"segments": (WireSegment(0, None), *tree.segments)}, "segment 0 is empty"),
-    (lambda tree: {"segments": (WireSegment(3, 5), *tree.segments[1:])}, "segment 0 is empty, or its parent"),
+    (
+        lambda tree: {"segments": (WireSegment(3, 5), *tree.segments[1:])},
+        r"the parent of segment 0 \(5\) is not an earlier segment",
+    ),
     (lambda tree: {"segments": (), "rows": (), "ids": b"", "logprobs": b""}, "there are no segments"),
     (
         lambda tree: {"segments": (WireSegment(2**60, None), *tree.segments[1:])},
@@ -137,10 +140,8 @@ DAMAGED: list[tuple[Any, str]] = [
     ),
     (lambda tree: {"rows": tree.rows[1:]}, r"segments\[\d+\].turn.trained_in must be the index of a row"),
     (lambda tree: change_row(tree, last=-1), "branch .* ends in segment -1"),
-    (
-        lambda tree: change_row(tree, rollout=3),
-        "the row belongs to rollout 3, which does not exist or has no advantage",
-    ),
+    (lambda tree: change_row(tree, rollout=3), "the row belongs to rollout 3, which has no advantage"),
+    (lambda tree: change_row(tree, rollout=4), "the row belongs to rollout 4, which does not exist"),
     (
         lambda tree: change_row(tree, turn_advantages=(1.0,)),
         r"the number of turn advantages \(1\) does not match the number of turns \(2\)",

@@ -105,7 +105,7 @@ class Installation(msgspec.Struct, frozen=True):
         return host.mounts if host is not None and self.python == host.path else ()
 
     def use_host_python(self) -> Installation:
-        """Return the installation for a sandbox that uses this machine's programs: `python` is the path of this machine's Python."""
+        """Return the installation for a sandbox that uses this machine's programs: `python` becomes the path of `host_python`, if set."""
         return msgspec.structs.replace(self, python=self.host_python.path) if self.host_python is not None else self
 
     def relocate(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
@@ -276,7 +276,7 @@ def lock_file(spec: AgentSpec) -> Path:
 
 
 def find_lock(spec: AgentSpec) -> Path | None:
-    """Return the path of an agent's lock file. Return None if there is no lock for this version, as for users' own agents."""
+    """Return the path of an agent's lock file. Return None if it is missing, as for users' own agents, or locks another version."""
     lock = lock_file(spec)
     if not lock.is_file():
         return None

@@ -17,7 +17,10 @@ _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # these 
 
 
 class UnknownPlaceholder(Exception):
-    """A placeholder is unknown, or is used in an invalid calculation. The message is the rest of a sentence that starts with its name."""
+    """A placeholder is unknown, or is used in an invalid calculation.
+
+    The message continues a sentence that starts with the placeholder's name.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)

@@ -205,7 +205,7 @@ def load_catalog() -> dict[str, CatalogEntry]:
             spec = load_spec(file)
             if spec.name in seen:
                 raise AgentError(
-                    f"{file}: the name {spec.name!r} is already used in {seen[spec.name]}; rename one of them",
+                    f"{file}: the name {spec.name!r} is already used in {seen[spec.name]}; change the name in one of the files",
                     param="name",
                 )
             seen[spec.name] = file
@@ -249,7 +249,7 @@ def write_description(spec: AgentSpec, folder: Path) -> None:
 
 
 def read_description(folder: Path) -> AgentSpec | None:
-    """Read the agent's description from the folder of its logs. Return None if there is none, as in folders that older versions wrote."""
+    """Read the agent's description from the folder of its logs. Return None if it is missing: older versions of Turngate wrote none."""
     file = folder / _DESCRIPTION
     try:
         return msgspec.json.decode(file.read_bytes(), type=AgentSpec)

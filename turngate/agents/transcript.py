@@ -115,7 +115,7 @@ def compare_turns(
 
 
 def _files(home: Path, pattern: str) -> Iterator[Path]:
-    """Yield the files below `home` that match, sorted by name. Skip links, because they could point to a file on the host."""
+    """Yield the files below `home` that match `pattern`, sorted by name. Skip links, because they could point to a file on the host."""
     for file in sorted(home.glob(pattern)):
         inside = file.relative_to(home)
         linked = any((home / part).is_symlink() for part in (inside, *inside.parents) if part != Path())
@@ -133,11 +133,10 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
     if spec.format == "json":
         return _json_records(spec, data)
     lines = data.splitlines()
-    if len(lines) > MAX_RECORDS or any(len(line) > MAX_LINE_BYTES for line in lines):
-        raise AgentError(
-            f"the transcript has more than {MAX_RECORDS} lines, or a line longer than {MAX_LINE_BYTES} bytes",
-            param="transcript",
-        )
+    if len(lines) > MAX_RECORDS:
+        raise AgentError(f"the transcript has more than {MAX_RECORDS} lines", param="transcript")
+    if any(len(line) > MAX_LINE_BYTES for line in lines):
+        raise AgentError(f"the transcript has a line of more than {MAX_LINE_BYTES} bytes", param="transcript")
     records = []
     for line in lines:
         try:
@@ -148,17 +147,17 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
 
 
 def _json_records(spec: Transcript, data: bytes) -> list[Any]:
-    is_too_large = len(data) > MAX_LINE_BYTES
+    if len(data) > MAX_LINE_BYTES:
+        raise AgentError(f"the transcript has more than {MAX_LINE_BYTES} bytes", param="transcript")
     try:
-        values = None if is_too_large else _search(spec.records, json.loads(data))
+        values = _search(spec.records, json.loads(data))
     except (ValueError, RecursionError):
         return []
-    if is_too_large or (isinstance(values, list) and len(values) > MAX_RECORDS):
-        raise AgentError(
-            f"the transcript has more than {MAX_RECORDS} records, or is larger than {MAX_LINE_BYTES} bytes",
-            param="transcript",
-        )
-    return values if isinstance(values, list) else []
+    if not isinstance(values, list):
+        return []
+    if len(values) > MAX_RECORDS:
+        raise AgentError(f"the transcript has more than {MAX_RECORDS} records", param="transcript")
+    return values
 
 
 def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]:

@@ -12,7 +12,7 @@
     display         displays results in notebooks and terminals
     progress        displays progress while rollouts run
 
-The package `turngate` exports these names, and imports this package when one of them is first used.
+The package `turngate` exports the names in `__all__`, and imports this package when one of them is first used.
 """
 
 from turngate.api.blocking import BlockingClient, batch_sync, group_sync, open, run_sync

@@ -376,7 +376,7 @@ class ResultStream:
 
 
 def sort_results(results: Iterable[tuple[int, Result]]) -> Results:
-    """Return the results in the order of their indexes. If a rollout was retried on request, only its last result is included."""
+    """Return the results in the order of their indexes. If a retry of a rollout was requested, only its last result is included."""
     return Results(result for _, result in sorted(dict(results).items()))
 
 

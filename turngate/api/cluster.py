@@ -29,7 +29,7 @@ async def run_on_cluster(
     board: ProgressBoard,
     put: Callable[[tuple[int, Result]], None],
 ) -> None:
-    """Run n rollouts of each task, calling `put` with each result and its index. A rollout retried on request has several results."""
+    """Run n rollouts of each task, calling `put` with each result and its index. A rollout has several results if a retry is requested."""
 
     def watch(progress: BatchProgress) -> None:
         board.running_elsewhere = sum(progress.states.values())

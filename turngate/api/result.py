@@ -23,7 +23,7 @@ __all__ = ["Result", "Results", "Turn"]
 
 
 class Result(ResultData, frozen=True, eq=False, kw_only=True):
-    """The outcome of one rollout. Notebooks display it automatically. `show()` displays it in a terminal, too, and can show more."""
+    """The outcome of one rollout. Notebooks display it automatically. `show()` also works in a terminal, and takes options."""
 
     @property
     def messages(self) -> list[Json]:
@@ -126,7 +126,7 @@ class Results(list[Result]):
         return advantages
 
     def rows(self, choice: Choice = "normalised") -> list[Row]:
-        """Return the training rows of all results that have an advantage, with weights. A feed would deliver the same rows."""
+        """Return the training rows of all results that have an advantage, each with its weight. A feed would deliver the same rows."""
         rows = []
         for one, advantage in zip(self, self.advantages(choice), strict=True):
             rows += [] if advantage is None else [_build_row(row, advantage, len(one.rows)) for row in one.rows]

@@ -52,8 +52,8 @@ from turngate.tasks.task import Task
 
 STOPPED_EARLY = 3  # exit code
 STOPPING = (
-    "Stopping: ending agents and removing their sandboxes. Agents that have finished are still graded; press Ctrl-C again to skip grading. "
-    "Run the same command to resume the batch …"
+    "Stopping: ending agents and removing their sandboxes. The work of finished agents is still graded; press Ctrl-C again to skip grading."
+    " Run the same command to resume the batch …"
 )
 STOPPING_NOW = "Stopping without grading. Run the same command to resume the batch …"
 _LINE_EVERY_S = 10.0  # interval between progress lines if the output is not a terminal

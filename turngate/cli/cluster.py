@@ -26,7 +26,7 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
             raise ConfigError("ray_label needs a cluster; also pass --ray", param="ray_label")
         if config.is_shared and not options.gateway:
             raise ConfigError(
-                "data must be a folder; to use a shared store, also pass --ray or the --gateway of a cell",
+                "data must be a folder; to use a shared store, also pass --ray, or the URL of a cell as --gateway",
                 param="data",
             )
         return None

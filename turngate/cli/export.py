@@ -136,7 +136,7 @@ def _describe_teacher(teacher: TeacherSummary) -> str:
     return (
         f"{teacher.model}{version}: {_count(teacher.scored_rows, 'row')} with scores, {teacher.unscored.total():,} without; "
         f"{_count(teacher.turns, 'turn')} scored in {_count(teacher.calls, 'call')}, "
-        f"{_count(teacher.cached, 'turn')} already scored or in another call"
+        f"{_count(teacher.cached, 'turn')} not sent (already scored, or part of another call)"
     )
 
 

@@ -74,7 +74,7 @@ async def connect_gateway(
     """
     if config.is_shared and not choice.url:
         raise ConfigError(
-            "data must be a folder; to use a shared store, pass the --gateway of a cell",
+            "data must be a folder; to use a shared store, pass the URL of a cell as --gateway",
             param="data",
         )
     data = Path(config.data)
@@ -96,7 +96,7 @@ async def connect_gateway(
                 )
                 say(
                     console,
-                    f"Using the gateway that already serves {config.data}, at {running.url}, with its engine",
+                    f"Using the gateway at {running.url}, which already serves {config.data}, and its engine",
                     "dim",
                 )
                 await _require_engine(client, own=False)

@@ -291,7 +291,9 @@ def prune(
     ] = "turngate-data",
     archive: Annotated[
         Optional[Path],
-        typer.Option(help="Folder to write the sessions to first, as Parquet files (needs the `parquet` extra)."),
+        typer.Option(
+            help="Folder in which to save the sessions as Parquet files before they are removed (needs the `parquet` extra)."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")

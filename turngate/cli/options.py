@@ -130,8 +130,8 @@ class RolloutOptions:
     sampling: Annotated[
         str,
         _flag(
-            "neutral: instead of what the agent requests, use the flags below, or else the agent file, or else temperature 1, so that "
-            "turns can be trained; agent: sample as the agent requests, for evaluations.",
+            "neutral: ignore the sampling settings that the agent requests, so that turns can be trained; use the flags below, or "
+            "else the agent file, or else temperature 1. agent: sample as the agent requests, for evaluations.",
             SAMPLING,
         ),
     ] = "neutral"

@@ -20,7 +20,7 @@ _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
 _WeightFlag = Annotated[
     Optional[float],
     typer.Option(
-        help="Share of the engines while calls have to wait, relative to other projects. A new project has weight 1."
+        help="The project's share of the engines, relative to other projects, while calls have to wait. A new project has weight 1."
     ),
 ]
 _LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: open sessions at the same time; 0 for no limit.", min=0)]
@@ -160,7 +160,7 @@ def audit(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Show who created, rotated or revoked keys, changed projects, deleted sessions, loaded weights, or exported data on the page."""
+    """Show who created, rotated or revoked keys, changed projects, deleted sessions, loaded weights, or exported data on the web page."""
     from turngate.cli.projects import ask, print_audit
 
     print_audit(or_exit(lambda: ask(gateway, lambda client: client.audit(project, after, limit))), as_json)

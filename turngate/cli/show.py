@@ -171,9 +171,9 @@ def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
     if tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
     if not recorded_with or not Path(recorded_with).is_dir():
+        problem = f"({recorded_with}) is not on this machine" if recorded_with else "is unknown"
         raise ConfigError(
-            "the tokenizer that the session was recorded with is unknown or not on this machine; pass --tokenizer PATH",
-            param="tokenizer",
+            f"the tokenizer that the session was recorded with {problem}; pass --tokenizer PATH", param="tokenizer"
         )
     return Tokenizer(Path(recorded_with))
 

@@ -118,9 +118,9 @@ async def _check_all(
 
 
 def _provable(task: Task) -> bool:
-    """Return whether the task has a grader, which is all that a proof needs.
+    """Return whether the task has a grader that can be run.
 
-    Without a solution, the proof only shows that the grader runs and that doing nothing does not score 1.
+    A task without a solution cannot be proven, but its grader is run to check that it works and that doing nothing does not score 1.
     """
     return task.grader is not None
 

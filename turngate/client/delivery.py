@@ -47,7 +47,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def token_versions(self) -> np.ndarray:
         """Return the policy version that sampled each token, as int64. It is -1 for tokens that were not sampled.
 
-        It is also -1 for the tokens of a turn during which the weights changed, if the engine did not report where.
+        It is also -1 for the tokens of a turn during which the weights changed, if the engine did not report at which token.
         """
         return list_token_versions(len(self.ids), self.spans)
 
@@ -250,10 +250,10 @@ def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> Deliver
     segments: list[Segment] = []
     start = 0
     for index, part in enumerate(wire.segments):
-        if part.tokens < 1 or not (part.parent is None or 0 <= part.parent < index):
-            raise DamagedDelivery(
-                f"{where}: segment {index} is empty, or its parent ({part.parent}) is not an earlier segment"
-            )
+        if part.tokens < 1:
+            raise DamagedDelivery(f"{where}: segment {index} is empty")
+        if part.parent is not None and not 0 <= part.parent < index:
+            raise DamagedDelivery(f"{where}: the parent of segment {index} ({part.parent}) is not an earlier segment")
         above = None if part.parent is None else segments[part.parent]
         position = 0 if above is None else above.position + above.end - above.start
         attends = list_attended(segments, part.parent)
@@ -309,11 +309,11 @@ def _decode_path(wire: WireTreeRow, segments: Sequence[Segment], where: str) -> 
 
 def _decode_tree_row(wire: WireTreeRow, path: Sequence[Segment], delivery: WireDelivery, where: str) -> TreeRow:
     where = f"{where}, branch {wire.branch}"
-    advantage = delivery.rollouts[wire.rollout].advantage if 0 <= wire.rollout < len(delivery.rollouts) else None
+    if not 0 <= wire.rollout < len(delivery.rollouts):
+        raise DamagedDelivery(f"{where}: the row belongs to rollout {wire.rollout}, which does not exist")
+    advantage = delivery.rollouts[wire.rollout].advantage
     if advantage is None:
-        raise DamagedDelivery(
-            f"{where}: the row belongs to rollout {wire.rollout}, which does not exist or has no advantage"
-        )
+        raise DamagedDelivery(f"{where}: the row belongs to rollout {wire.rollout}, which has no advantage")
     tokens = path[-1].position + path[-1].end - path[-1].start
     if any(not 0 <= span.start == span.end <= tokens for span in wire.empty_turns):
         raise DamagedDelivery(

@@ -288,7 +288,7 @@ def _check_mark(name: str, expected: str, current: str) -> None:
         why, alternative = "it was deleted, or the gateway uses a different data folder", ""
         if current:
             why = "it was deleted and recreated, or the gateway uses a different data folder"
-            alternative = ", or use the mark and a number of the current feed"
+            alternative = ", or pass the current feed's mark and one of its delivery numbers"
         raise OtherFeed(
             f"feed {name}: the feed in the checkpoint (mark {expected}) no longer exists: {why}; start from the "
             f"beginning, without 'after' and 'mark'{alternative}"

@@ -145,7 +145,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         self._mine.pop(call.id, None)
 
     async def _send(self, call: GateCall, verb: str, message: object) -> None:
-        """Send a message, and repeat it if no reply arrives. This adds no token twice: the gateway recognizes a chunk that it has."""
+        """Send a message, and repeat it if no reply arrives. No token is added twice: the gateway recognizes chunks that it already has."""
         path = f"/admin/gate/calls/{quote(call.id, safe='')}/{verb}"
         is_receipt_lost = False
         for pause in (*PAUSES_S, None):

@@ -48,7 +48,7 @@ class GatewayClient(FeedClient):
     """A client for the admin API, with one method per operation."""
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
-        """Open a session. If the caller chooses its id (`session`), the caller can end the session even if this reply is lost.
+        """Open a session. If the caller chooses the session's id (`session`), it can end the session even if this reply is lost.
 
         `traceparent` is the parent span of the session's turns.
         """
@@ -67,9 +67,9 @@ class GatewayClient(FeedClient):
         return await self._request("GET", "/admin/fence", FenceView)
 
     async def pause(self, mode: PauseMode = "hold", limit_s: float | None = None) -> FenceView:
-        """Hold new calls. Mode `drain` also waits, without a time limit, until calls in flight have ended. Mode `keep` freezes them.
+        """Hold new calls. Mode `drain` also waits, without a time limit, until the calls in flight have ended. Mode `keep` freezes them.
 
-        If calls are not resumed within `limit_s` seconds, the trainer is presumed gone, and calls continue at the old version.
+        If calls are not resumed within `limit_s` seconds, the trainer is presumed gone, and calls continue at the old policy version.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(

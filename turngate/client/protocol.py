@@ -187,7 +187,7 @@ class SampleList(msgspec.Struct, frozen=True):
 
 
 class TraceContext(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind", tag="context"):
-    """Messages that were added to a conversation, and their ids."""
+    """Messages that were added to a conversation, and their token ids."""
 
     id: int
     parent: int | None

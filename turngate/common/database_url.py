@@ -73,7 +73,7 @@ def parse_database_url(data: str) -> DatabaseUrl:
 
 
 def refuse_password_flag(data: str) -> None:
-    """Raise `ConfigError` if `data` contains a password. Other users of the machine can see the command line."""
+    """Raise `ConfigError` if the value of --data contains a password, because other users of the machine can see the command line."""
     if is_database_url(data) and parse_database_url(data).has_password:
         raise ConfigError(
             "data: do not pass the database password on the command line, where other users of this machine can see it; "

@@ -105,7 +105,7 @@ class LoopThread:
         elif self._loop is None:
             why = "is closed; open a new one"
         else:
-            why = "cannot be called from its own event loop; open a new one"
+            why = f"cannot be called from its own event loop; open a new {self._param}"
         raise BadRequest(f"the {self._param} {why}", param=self._param)
 
     def _keep_parent_loop(self) -> None:

@@ -58,8 +58,8 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
 def list_token_versions(tokens: int, spans: Sequence[RowSpan]) -> np.ndarray:
     """Return the policy version that sampled each of a row's tokens, as int64.
 
-    It is `UNKNOWN_VERSION` for tokens that were not sampled. If the weights changed during a turn and the engine did not report where,
-    it is `UNKNOWN_VERSION` for all tokens of the turn.
+    It is `UNKNOWN_VERSION` for tokens that were not sampled. If the weights changed during a turn and the engine did not report at
+    which token, it is `UNKNOWN_VERSION` for all tokens of the turn.
     """
     versions = np.full(tokens, UNKNOWN_VERSION, np.int64)
     for span in spans:
