@@ -143,7 +143,7 @@ async def test_many_experts_need_16_bits() -> None:
         (None, None, "vllm returned no routed experts; start it with --enable-return-routed-experts"),
         (to_npy(make_experts(4)), None, r"\(3x2 per token\) for the wrong number of tokens: 4 instead of 5"),
         (to_npy(make_experts(6)), None, r"\(3x2 per token\) for the wrong number of tokens: 6 instead of 5"),
-        (to_npy(make_experts(5)), (48, 8), "of shape 3x2, not 48x8"),
+        (to_npy(make_experts(5)), (48, 8), "of shape 3x2, but the setting routed_experts is 48x8"),
         (to_npy(make_experts(5)[:, 0]), None, "three-dimensional integer array in C order, not uint8"),
         (to_npy(make_experts(5, dtype="float32")), None, "integer array in C order, not float32"),
         (to_npy(make_experts(5))[:120], None, "cannot be read"),

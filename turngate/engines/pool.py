@@ -1,4 +1,4 @@
-"""A pool of engines: sessions stay where their prefix is cached, and move when that replica is down, draining or crowded.
+"""A pool of engines: a session stays on the replica that has cached its prefix, and moves if that replica is down, draining or crowded.
 
 A *replica* is one engine, with its own health. A *lane* is a destination for calls: a replica, or one of its data-parallel ranks.
 
@@ -124,7 +124,7 @@ class Pool:
             replica.watch()
 
     def set_draining(self, address: str, is_draining: bool) -> None:
-        """Stop or resume sending calls to a replica. Calls in flight continue, and sessions move with their next call."""
+        """Stop or resume sending calls to a replica. After a stop, calls in flight continue, and its sessions move with their next call."""
         self._find(address).is_draining = is_draining
 
     async def wait_until_idle(self, address: str) -> None:

@@ -52,8 +52,8 @@ class RoutedExpertsReply:
         values = self._read_file(data) if data.startswith(b"\x93NUMPY") else self._read_numbers(data)
         if self._shape is not None and values.shape[1:] != self._shape:
             raise EngineError(
-                f"{self._engine} sent routed experts of shape {_format_shape(values)}, not {_format_shape(self._shape)}; "
-                "correct the setting routed_experts"
+                f"{self._engine} sent routed experts of shape {_format_shape(values)}, but the setting routed_experts is "
+                f"{_format_shape(self._shape)}; correct the setting"
             )
         total, start = prompt + sampled - 1, request.routed_experts
         if start and len(values) == total:  # an older version, which always reports from the first token on
@@ -83,13 +83,14 @@ class RoutedExpertsReply:
         """Read numbers that are sent without a shape, and apply the configured shape."""
         if self._shape is None:
             raise EngineError(
-                f"{self._engine} sent routed experts without their shape; set routed_experts to LAYERSxEXPERTS, such as 48x8"
+                f"{self._engine} sent routed experts without their shape; set routed_experts to LAYERSxEXPERTS, such as 48x8 "
+                "(layers of the model, experts per token)"
             )
         size = 4 * self._shape[0] * self._shape[1]
         if len(data) % size:
             raise EngineError(
-                f"{self._engine} sent {len(data) // 4} routed experts, which is not a multiple of {_format_shape(self._shape)}; "
-                "correct the setting routed_experts"
+                f"{self._engine} sent {len(data) // 4} routed experts, which is not a multiple of {_format_shape(self._shape)} "
+                "(the setting routed_experts); correct the setting"
             )
         return np.frombuffer(data, "<i4").reshape(-1, *self._shape)
 

@@ -33,7 +33,7 @@ class TokenScores(msgspec.Struct, frozen=True, eq=False):
 
 
 class InvalidScores(EngineError):
-    """An engine returned scores that cannot be used: some are missing, not finite, or for other tokens."""
+    """An engine returned scores that cannot be used: for example, some are missing or not finite, or are for tokens that were not sent."""
 
     kind = "invalid_scores"
 
@@ -79,7 +79,9 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
         if top_k and (np.diff(found.top_logprobs, axis=1) > TOLERANCE).any():
             raise InvalidScores(f"{where} have most likely tokens that are not sorted by probability")
         if top_k and (best > found.top_logprobs[:, 0] + TOLERANCE).any():
-            raise InvalidScores(f"{where} include a token that is more likely than all of its most likely tokens")
+            raise InvalidScores(
+                f"{where} include a token that is more likely than the tokens listed as most likely at its position"
+            )
 
 
 class _Candidate(msgspec.Struct):

@@ -1,7 +1,7 @@
 """The interface of engines whose weights can be changed while they serve, and how their weight labels become policy versions.
 
-`gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. The trainer
-itself updates an engine that runs in its own process.
+`gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. An
+engine that runs in the trainer's process is updated by the trainer itself.
 """
 
 from __future__ import annotations

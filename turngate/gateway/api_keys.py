@@ -1,4 +1,6 @@
-"""Check API keys against the store. A gateway keeps a copy of the keys in memory, and renews it before a lookup if it is a second old.
+"""Check API keys against the store.
+
+A gateway keeps a copy of the keys in memory. A lookup first renews the copy if it is at least a second old.
 
 A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies the key in lists and in the audit log. The store contains
 only a hash of the whole key.
@@ -99,6 +101,6 @@ class KeyRing:
         return Quotas() if found is None else found.quotas
 
     def weight(self, project: str) -> float:
-        """Return a project's weight from the current copy, without refreshing it."""
+        """Return a project's weight in the queue of model calls, as it is in the current copy. The copy is not refreshed."""
         found = self._known.projects.get(project)
         return 1.0 if found is None else found.weight

@@ -1,7 +1,7 @@
 """Attempts at rollouts: supersede and list them, and cancel the sessions of superseded attempts.
 
-The store decides in one transaction whether an attempt counts. Cancelling the session of an attempt that does not count only saves tokens,
-so the worker that owns the session may cancel it later.
+The store decides in one transaction whether an attempt counts. The session of a superseded attempt is cancelled only to save tokens, so
+the worker that owns the session may cancel it later.
 """
 
 from __future__ import annotations
@@ -85,5 +85,5 @@ class Attempts:
                 log.warning("cannot cancel superseded session %s: %s", session_id, error.message)
 
     def _find_unnamed(self, rollout: str) -> str:
-        """Return `rollout` if it is the id of a session, otherwise an empty string. A session without a rollout name is its own rollout."""
+        """Return `rollout` if it is the id of a session, otherwise an empty string. A session without a rollout name uses its id."""
         return rollout if self._sessions.knows(rollout) else ""

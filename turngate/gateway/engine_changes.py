@@ -31,7 +31,7 @@ REMOVE_S = 600.0  # how long a removal waits for calls in flight, by default
 
 
 class EngineGroup(Protocol):
-    """The engine pools of one or several processes, which follow the same list."""
+    """The engine pools of one or several processes. All of them follow the stored list of engines."""
 
     async def sync(self) -> None:
         """Make every pool match the stored list."""
@@ -120,7 +120,10 @@ class EngineChanges:
         return self._local.describe()
 
     async def add(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine, or stop draining it. `version` is the policy version of the weights that the engine already has, if known."""
+        """Add an engine. If it is already in the pool and draining, let it receive calls again.
+
+        `version` is the policy version of the weights that the engine already has, if known.
+        """
         local, group = self._require()
         address = _address(local.make_engine(url))
         async with self._updates.lock:
@@ -190,7 +193,9 @@ class EngineChanges:
 
     def _require(self) -> tuple[LocalEngines, EngineGroup]:
         if self._local is None or self._group is None:
-            raise Conflict("this gateway's engine has no replicas to add or remove; only vllm and sglang engines do")
+            raise Conflict(
+                "this gateway has no pool of engines to change; only gateways with vllm or sglang engines have one"
+            )
         return self._local, self._group
 
     def _require_open(self) -> None:

@@ -65,7 +65,7 @@ class FairQueue(Generic[T]):
         return project in self._limits and self._projects[project] >= self._limits[project]
 
     def is_idle(self, project: str) -> bool:
-        """Return whether the project has no call here. If so, its next call does not wait."""
+        """Return whether the project has no running or waiting call. If so, its next call does not wait."""
         return not self._projects[project] and project not in self._waiting
 
     def add(self, project: str, group: str, call: T) -> None:

@@ -52,7 +52,7 @@ _TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
 
 
 class _ReportResult(msgspec.Struct, frozen=True):
-    """The stored result of a trainer's report. A repeated report gets the same result. Earlier versions stored only the alarms."""
+    """The stored result of a trainer's report. A repeated report gets the same result. Older versions of Turngate stored only alarms."""
 
     digest: str  # of the report's content
     alarms: tuple[MismatchAlarm, ...]

@@ -2,8 +2,8 @@
 
     a call of an evicted session ─► slice ─► other calls ─► slice ─► … ─► the trace is in memory, and the call continues
 
-The first request for a session after a restart loads it in the same way, and so do requests that end an evicted session, because they
-reply with a description of it.
+The first request for a session after a restart loads it in the same way. So does a request that ends an evicted session, because the reply
+describes the session.
 
 Slices run on the event loop. The slices of all projects take about 2 ms of CPU time together, however many traces are being loaded. Then
 they give way to everything else that is ready. In a thread, each row of a trace could wait for the interpreter lock while the loop is busy.
@@ -127,7 +127,7 @@ class SharedLoads(Generic[K, T]):
         self._tasks: dict[K, asyncio.Task[T]] = {}
 
     async def join(self, key: K, load: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Wait for the load with this key, and return its result. If there is none, start it."""
+        """Wait for the load with this key, and return its result. If no such load is in progress, start one."""
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._run(key, load))
             self._tasks[key].add_done_callback(_mark_retrieved)

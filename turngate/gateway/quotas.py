@@ -102,7 +102,7 @@ class ProjectQuota:
         return not self._is_full and (self.max_sessions == inf or self.count_sessions() < self.max_sessions)
 
     async def _wait(self, is_free: Callable[[], bool]) -> bool:
-        """Ask the thread for a part, and wait for its answer. Then return the result of `is_free`."""
+        """Ask the thread for a larger part of the quotas, and wait for its answer. Then return the result of `is_free`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + _WAIT_S
         for _ in range(2):  # the thread may have read the store just before this call

@@ -62,7 +62,7 @@ class ReplicaSet:
             replica.expect(load)
 
     def expect_of(self, engine: Engine, version: int) -> None:
-        """Do the same as `expect` for an engine that is about to join."""
+        """Do the same as `expect` for an engine that is about to join the pool."""
         if isinstance(engine, UpdatableReplica):
             engine.expect(self._read_loadable(version))
 
@@ -72,7 +72,9 @@ class ReplicaSet:
         return load if load is not None and (load.path or load.lora_path) else None
 
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
-        """Load the current weights into an engine that is about to join, unless it has them. Raise an error if it is not ready afterwards.
+        """Load the current weights into an engine that is about to join the pool, unless it has them.
+
+        Raise an error if the engine is not ready afterwards.
 
         `claimed` is the version that the engine already has, according to the caller. If another program loaded the current weights into
         the other engines, the gateway cannot load them into this one, so `claimed` must be the current version.

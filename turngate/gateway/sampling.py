@@ -28,7 +28,7 @@ def pin_for_training(sampling: Mapping[str, Json], mode: Mode, bias: str = "neut
 def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = None) -> Sampling:
     """Return the merged sampling parameters. The session's values override the agent's, which override neutral defaults.
 
-    A neutral session accepts only temperature and seed from the agent.
+    If the session's `bias` is `neutral`, only temperature and seed are taken from the agent. The argument `neutral` overrides this setting.
     """
     only = session.config.bias == "neutral" if neutral is None else neutral
     agent = {k: v for k, v in call.sampling.items() if not only or k in ("temperature", "seed")}

@@ -305,7 +305,7 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight, because the cell may not serve at present. Agents repeat the calls, which then wait until it may."""
+        """Abort all calls in flight, because the cell must not serve now. Agents repeat the calls, which wait until it serves again."""
         await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
 
     def owns(self, session_id: str) -> bool:

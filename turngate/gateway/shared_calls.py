@@ -97,5 +97,5 @@ class SharedCalls:
 
     @property
     def longest_pause_s(self) -> float:
-        """The longest time until the next report, in seconds. It is limited only while calls wait or would have to wait."""
+        """The longest time until the next report, in seconds. It is infinite unless calls are waiting or a new call would have to wait."""
         return max(REPORT_S, self._cells / _CELLS_PER_S) if self._shares.is_contended else float("inf")

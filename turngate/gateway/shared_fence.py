@@ -215,7 +215,7 @@ class FenceFollower:
         return [] if self._engines is None else self._engines.busy
 
     def _exchange(self, busy: str, calls: str) -> tuple[SharedFence, list[str]]:
-        """Report. Return the shared fence, and the calls of the other processes, which are read only if this process reports its own."""
+        """Send a report. Return the shared fence and, if the report contains this process's `calls`, those of the other processes."""
         if self._table is None:
             self._table = self._connect()
         shared = self._table.report(self._id, self._name, self._ttl_s, self._epoch, busy, calls)

@@ -1,6 +1,6 @@
 """Weight updates: hold calls at the fence, load weights into the engines and resume at the new version, or roll back on failure.
 
-    pause   make new calls wait (mode hold); drain also waits until calls in flight have ended, and keep freezes them in the engines
+    pause   make new calls wait; mode `drain` also waits until calls in flight have ended, and mode `keep` freezes them in the engines
     load    into one replica first, then into the others (`replicas.py`)
     resume  record the version, then let calls through
 
@@ -318,7 +318,7 @@ class WeightUpdates:
         return all(result.ok for result in results)
 
     async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
-        """Take failed replicas out of service. Here there are none, since all replicas must accept the new version."""
+        """Take failed replicas out of service. This class has none, since its versions become current only if all replicas load them."""
 
     async def describe_fence(self) -> FenceView:
         return await self._barrier.describe()
@@ -383,4 +383,4 @@ class WeightUpdates:
         try:
             self._events.add("", kind, msgspec.to_builtins(facts))
         except StoreError as error:
-            log.warning("cannot record a fence or weights event: %s", error.message)
+            log.warning("cannot record an event of kind %r: %s", kind, error.message)

@@ -212,7 +212,7 @@ class _Structure:
     def _is_real_compaction(self, root: Context) -> bool:
         """Return whether anything besides a shorter request suggests a compaction.
 
-        Older versions could record the cause `compaction` for a conversation without tools that has no such evidence.
+        Older versions of Turngate could record the cause `compaction` for a conversation without tools that has no such evidence.
         """
         if root.info.has_tools or root.info.quotes is not None or "a" in root.info.roles:
             return True

@@ -132,9 +132,9 @@ class Worker:
         return hold.reached
 
     def resume(self, version: int | None = None) -> None:
-        """End a hold. When no holds remain, resume sampling with weights of this version.
+        """End a hold. When no holds remain, resume sampling with the weights of `version`.
 
-        Sampled tokens are kept. Cached prefixes are recomputed.
+        Interrupted calls keep their sampled tokens. Cached prefixes are discarded, because they were computed with the old weights.
         """
         self._commands.put(lambda: self._resume(version))
 

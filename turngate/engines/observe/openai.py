@@ -92,8 +92,8 @@ class _Models(msgspec.Struct):
 class OpenAIRelay:
     """A relay to one OpenAI-compatible endpoint. `url` is the base URL; `/v1` is added if the URL has no path.
 
-    `capture="auto"` first requests all token data, and then less each time the endpoint rejects one of the fields by name. Any other level
-    is fixed.
+    `capture="auto"` first requests all token data, and requests less each time the endpoint rejects one of the requested fields by name. If
+    `capture` is a level, exactly that level is requested.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class OpenAIAnswer:
         self._fault = ""
 
     def add(self, data: bytes) -> RelayChunk | None:
-        """Return the chunk for an event, or None if it adds nothing. Only `end` reports the finish reason, because usage arrives later."""
+        """Return the chunk for an event, or None if it adds nothing. `end` returns the finish reason and the usage, which arrives last."""
         event = self._client.decode(_decode, data)
         if is_present(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)

@@ -106,7 +106,7 @@ def read_messages(request: RelayRequest) -> list[RelayMessage]:
 
 
 def _make_unique(call_id: str, taken: set[str]) -> str:
-    """Make an id unique. Some agents restart their counter in every turn, but most endpoints require unique ids."""
+    """Make a tool-call id unique. Some agents use the same ids in every turn, but most endpoints require unique ids."""
     unique = call_id
     while unique in taken:
         unique = f"{call_id}_{len(taken)}"
@@ -153,7 +153,7 @@ def parse_arguments(text: str) -> dict[str, Json]:
 
 
 def list_unsupported(call: Call, *supported: str) -> list[str]:
-    """List which of the thinking budget, verbosity and template arguments the call sets, although `supported` does not contain them."""
+    """List the thinking budget, verbosity and template arguments if the call sets them and `supported` does not contain them."""
     requested = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
     requested += ["chat_template_kwargs"] if call.template_kwargs else []
     return [name for name in requested if name not in supported]

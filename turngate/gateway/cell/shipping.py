@@ -122,7 +122,7 @@ class Shipper:
         self._check_at = time.monotonic() + _CHECK_S
 
     def _add_missing(self, target: ShipmentTarget) -> Iterator[int]:
-        """Put the sessions that the shared store lacks into the outbox again, page by page. After each page, yield how many it added."""
+        """Put the sessions that the shared store lacks into the outbox again, page by page. Yield the number added from each page."""
         after = 0
         while page := self.outbox.list_shipped(after, _PAGE):
             missing = target.find_missing([(session.id, session.newest) for session in page])
