@@ -226,7 +226,7 @@ async def test_slow_copy_of_working_folder_is_skipped_and_named(
 async def test_removed_working_folder_is_named(harness: Harness) -> None:
     outcome = await harness.run('import shutil; shutil.rmtree(os.getcwd()); print("done")')
     assert (outcome.status, outcome.collected.stdout) == ("finished", "done\n")
-    assert outcome.collected.missing == ("work: the working folder itself, which no longer exists",)
+    assert outcome.collected.missing == ("work: the working folder no longer exists",)
 
 
 async def test_removed_home_folder_is_tolerated(harness: Harness) -> None:

@@ -341,7 +341,7 @@ def test_verl_prompt_and_response_match_rows(recording: Recording) -> None:
 
 
 def test_formats_that_need_a_number_leave_out_unknown_rewards(recording: Recording) -> None:
-    expected = {"areal": areal.UNKNOWN_REWARD, "tinker": tinker.NO_ADVANTAGE}
+    expected = {"areal": areal.UNKNOWN_REWARD, "tinker": tinker.UNKNOWN_REWARD}
     for format, reason in expected.items():
         records, done = recording.export(format)
         assert {recording.name(record["metadata"]["session"]) for record in records} == {"good", "bad", "forked"}

@@ -101,7 +101,8 @@ async def test_data_folder_of_other_run_is_rejected(root: Path) -> None:
     async with training_environment(root / "data") as environment:
         await train(environment, goal(root, 1, "well-0"), root / "out", "")
         with pytest.raises(
-            ConfigError, match=r"recorded there \(n was 2 and is now 4\); use its settings, or choose another --out"
+            ConfigError,
+            match=r"recorded in this store \(n was 2 and is now 4\); use its settings, or choose another --out",
         ):
             await train(environment, goal(root, 1, "well-0", n=4), root / "new", "")
     async with training_environment(root / "empty") as environment:

@@ -49,7 +49,9 @@ async def prove_task(task: Task, environment: GradingEnvironment) -> Proof:
 async def _prove(task: Task, environment: GradingEnvironment) -> Proof:
     if task.grader is None:
         return Proof(
-            task=task.id, verdict="not proven", message="the task has no grader; add tests/test.sh or a grader"
+            task=task.id,
+            verdict="not proven",
+            message="the task has no grader; add tests/test.sh to its folder, or the field grader to its row",
         )
     untouched = await grade(task, None, _with_own_log(environment, "untouched"))
     if task.solution is None:

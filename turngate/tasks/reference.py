@@ -32,7 +32,7 @@ _MODEL_SYNTAX = re.compile(r"<\||</?(tool_call|think)>")  # a tokenizer would re
 
 
 def solution_folders(backend: Backend) -> tuple[str, ...]:
-    """Return the folders that the commands need at the root of a sandbox, or none if the sandbox shares the host's root."""
+    """Return the folders that a solution needs at the root of a sandbox, or none if the sandbox shares the host's root."""
     return (SOLUTION,) if backend.relocates else ()
 
 
@@ -94,7 +94,7 @@ def _write_file(target: str, data: bytes) -> Iterator[str]:
 
 
 def _decode(data: bytes) -> str | None:
-    """Return the text of a file, or None if a here-document in a shell command cannot reproduce it exactly."""
+    """Return a file's text, or None if a here-document cannot reproduce it exactly, or if a tokenizer would find special tokens in it."""
     try:
         text = data.decode()
     except UnicodeDecodeError:

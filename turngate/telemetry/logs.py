@@ -1,7 +1,8 @@
 """Log lines as text or JSON, with secrets redacted.
 
-A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current task. JSON lines
-logged by that task include the session, rollout and group. No code should log a key; redaction is only the last line of defense.
+A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current asyncio task.
+The JSON lines that this asyncio task logs include the session, rollout and group. No code should log a key; redaction is only the last
+line of defense.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class LogLine(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def set_log_context(session: str, metadata: Mapping[str, Json]) -> None:
-    """Attach a session to the log lines of this task and of the tasks it starts. `metadata` provides `rollout` and `group`."""
+    """Attach a session to the log lines of this asyncio task and of those that it starts. `metadata` provides `rollout` and `group`."""
     _context.set((session, metadata))
 
 

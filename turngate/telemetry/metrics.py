@@ -51,7 +51,7 @@ FAMILIES = (
         kind="gauge",
         labels=("version", "engine"),
         merge="same",
-        about="1, labeled with the version and the engine.",
+        about="Always 1, with Turngate's version and the engine as labels.",
     ),
     MetricFamily(name="turngate_workers", kind="gauge", about="Workers whose values are included in these metrics."),
     MetricFamily(
@@ -226,7 +226,8 @@ FAMILIES = (
         name="turngate_mismatch_tokens_total",
         kind="counter",
         labels=("weights",),
-        about="Tokens whose log-probability a trainer reported, by the weights that sampled them: same, older or unknown.",
+        about="Tokens whose log-probability a trainer reported, by the weights that sampled them: "
+        "same (as the trainer's), older or unknown.",
     ),
     MetricFamily(
         name="turngate_mismatch_over_total",

@@ -133,7 +133,7 @@ class RolloutTracer:
         )
 
     def start_turn(self, session: str, metadata: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
-        """Start the span of a turn. Its parent is in the session's metadata. `model` may be any text that the agent sent."""
+        """Start the span of a turn. Its parent is in the session's metadata. A `model` that does not look like a name is left out."""
         model = model if _MODEL_NAME.fullmatch(model) else ""
         parent = metadata.get(TRACEPARENT)
         operation = _OPERATIONS.get(dialect, "chat")

@@ -147,7 +147,7 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
 
 
 def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quoted: Sequence[Sampled]) -> Cause:
-    """Return the cause of a conversation if no earlier one has both the same tools and the same first message."""
+    """Return the cause of a conversation, given that no earlier one has both the same tools and the same first message."""
     if not has_tools:
         return "new"
     alike = [root for root in trace.roots if root.info.preamble == request.preamble and root.info.roles[:1] == "u"]

@@ -33,7 +33,10 @@ AlarmKind = Literal["difference", "kl", "stale_kl", "not_finite"]
 
 
 class LagMismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Statistics of d over the trained tokens of one lag. They are None unless d is finite for at least one of these tokens."""
+    """Statistics of d, the trainer's log-probability minus the recorded one, over the trained tokens of one lag.
+
+    `mean`, `largest`, `k1` and `k3` cover only tokens whose d is finite, and are None if there is no such token.
+    """
 
     lag: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAG)] | None
     tokens: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
@@ -129,8 +132,7 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
             )
         if sum(one.counts) + one.not_finite != one.tokens:
             raise BadRequest(
-                f"{where}.tokens must be the sum of its counts and not_finite, which is {sum(one.counts) + one.not_finite}, "
-                f"not {one.tokens}",
+                f"{where}.tokens must be {sum(one.counts) + one.not_finite} (the sum of counts and not_finite), not {one.tokens}",
                 param="lags",
             )
         if one.mean is not None and one.largest is not None and one.mean > one.largest * (1 + 1e-6):

@@ -448,7 +448,8 @@ def _check_segments(tree: PrefixTree) -> None:
         if (tree.mask[segment.start : segment.end] != trained).any():
             raise InvalidTree("mask", f"mask must be {str(trained).lower()} for all tokens of {where}")
         if trained and (above is None or not np.isfinite(tree.logprobs[segment.start : segment.end]).all()):
-            raise InvalidTree("logprobs", f"{where} is trained, but has no prompt or lacks log-probabilities")
+            problem = "has no prompt" if above is None else "lacks log-probabilities"
+            raise InvalidTree("logprobs", f"{where} is trained, but {problem}")
         path.append(index)
         end = segment.end
     if end != len(tree.ids):

@@ -23,7 +23,7 @@ NEEDS_MASK = "trained only with its sampling mask: "
 
 
 class _Temperature(msgspec.Struct, frozen=True):
-    """The temperature among recorded sampling parameters. Others are ignored, including those that only a newer version records."""
+    """The temperature among recorded sampling parameters. All others are ignored, even those that only newer versions of Turngate know."""
 
     temperature: float = NEUTRAL.temperature
 
@@ -212,7 +212,10 @@ def has_sampling_masks(turn: Sampled) -> bool:
 
 
 def read_temperature(turn: Sampled) -> float:
-    """Return the temperature at which a turn was sampled. If it is 1, return the default object, which msgspec leaves out."""
+    """Return the temperature at which a turn was sampled.
+
+    If it is 1, return the same object as the default of `RowSpan.temperature`, because msgspec omits a field only if it is that very object.
+    """
     used = _decode_temperature(turn.info.sampling).temperature if turn.info.sampling else 1.0
     return NEUTRAL.temperature if used == 1 else used
 

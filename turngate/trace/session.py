@@ -194,7 +194,7 @@ class Session:
         self.revision += 1
 
     def restore(self, trace: Trace) -> None:
-        """Set the trace of an evicted session, which was loaded from the store."""
+        """Put `trace`, which was loaded from the store, back into this evicted session."""
         assert self._trace is None
         self._trace = trace
 

@@ -42,7 +42,7 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
         return SideColumn(tuple(spans), parts[1] if len(parts) == 2 else concatenate_values(parts))
 
     def fill(self, tokens: int, missing: float, dtype: str = "") -> np.ndarray:
-        """Return an array of `tokens` values, with `missing` for tokens without a value. Use it only for trainers that require this.
+        """Return an array of `tokens` values, with `missing` for tokens without a value. Only for trainers that require such an array.
 
         The values must not be lists.
         """
@@ -198,7 +198,7 @@ def list_ranges(node: Sampled | None, name: str) -> list[tuple[int, int, SideRan
 
 
 def find_first_missing(node: Sampled | None, name: str) -> int:
-    """Return the index of the first token on the path to `node` without a value, or the path's length if all tokens have one."""
+    """Return the index of the first token without a value on the path to `node`, or the path's length if all tokens have one."""
     at = 0
     for start, end, _ in sorted(list_ranges(node, name), key=lambda found: found[:2]):
         if start > at:

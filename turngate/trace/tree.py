@@ -223,7 +223,10 @@ class Trace:
         return Location(node, at, None, request)
 
     def count_repeated(self, request: RequestMessages) -> int:
-        """Return how many first messages of a request repeat a recent one byte for byte. `locate` compares only the rest by meaning."""
+        """Return how many messages at the start of a request repeat a recent request byte for byte.
+
+        `locate` compares only the remaining messages by meaning.
+        """
         return self._start_at_recent(request)[1]
 
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
@@ -353,7 +356,7 @@ class Trace:
     def find_same_context(
         self, parent: Sampled | None, ids: Ids, request: RequestMessages, start: int
     ) -> Context | None:
-        """Return the child context of `parent` with the same ids and messages, which a concurrent call may have added, or None."""
+        """Return the child context of `parent` that has these ids and messages, or None. A concurrent call may have added it."""
         for context in self.roots if parent is None else parent.children:
             same = context.info.preamble == request.preamble and np.array_equal(context.ids, ids)
             if same and context.info.meanings == request.meanings(start, len(request)):

@@ -59,7 +59,10 @@ async def grade(task: Task, work: Work | None, environment: GradingEnvironment) 
 
 async def _grade_work(task: Task, work: Work | None, environment: GradingEnvironment, log: GraderLog) -> Grade:
     if task.grader is None:
-        return Grade(kind="invalid task", message=f"task {task.id} has no grader; add tests/test.sh or a grader")
+        return Grade(
+            kind="invalid task",
+            message=f"task {task.id} has no grader; add tests/test.sh to its folder, or the field grader to its row",
+        )
     if work is not None and work.lost:
         return Grade(kind="agent failed", message=work.lost)
     if not isinstance(task.grader, Rubric):

@@ -38,7 +38,7 @@ async def collect_work(
         await sandbox.exec(["/bin/sh", "-c", _OPEN, "sh", sandbox.workdir], cwd="/", timeout_s=_OPEN_S)
         skipped = await sandbox.download(sandbox.workdir, folder, exclude=() if git else (GIT,))
     except SandboxFileMissing:
-        skipped = ("the working folder itself, which no longer exists",)
+        skipped = ("the working folder no longer exists",)
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     except SandboxTooLarge as error:
         lost = f"the agent's working folder is too large to copy: {error.message}"

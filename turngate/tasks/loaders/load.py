@@ -314,7 +314,8 @@ def _load_function(where: str, match: re.Match[str]) -> Callable[[], Iterable[ob
 def _import_file(path: Path) -> object:
     spec = spec_from_file_location(f"turngate_tasks_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise TaskError(f"task: {path} does not exist or is not a Python file", param="tasks")
+        problem = "is not a Python file" if path.exists() else "does not exist"
+        raise TaskError(f"task: {path} {problem}", param="tasks")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

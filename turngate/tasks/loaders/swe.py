@@ -327,7 +327,10 @@ def _eval_config(row: SweRow, data_set: DataSet, repo: str, cases: Sequence[str]
 
 
 def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConfig:
-    """Read the configuration of a SWE-rebench row from the row itself. Test files are appended only to a V1 command that is not a list."""
+    """Read the configuration of a SWE-rebench row from the row itself.
+
+    The test files are appended to the test command, unless the row is from SWE-rebench V2 or the command is a list.
+    """
     commands = config.commands("install_config.test_cmd")
     if not commands:
         raise row.error("install_config.test_cmd", "is missing; set it to the command that runs the tests")

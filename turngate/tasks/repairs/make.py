@@ -77,7 +77,7 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Repair(msgspec.Struct, frozen=True, kw_only=True):
-    """A bug that tests catch, with the results of these tests."""
+    """A bug that the package's tests catch, with their results."""
 
     bug: Bug
     failing: tuple[str, ...]  # names of tests

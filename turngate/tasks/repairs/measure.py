@@ -103,7 +103,7 @@ class Bench:
         await self._sandbox.upload(files, self._sandbox.workdir)
 
     async def run_tests(self, changed: Mapping[str, str], limit_s: float) -> TestRun:
-        """Run all tests with the content of the files in `changed` replaced."""
+        """Run all tests after replacing the content of some files. `changed` maps their paths to the new content."""
         await self._write(changed)
         began = time.monotonic()
         command = build_test_command(self._package, options=GRADING_OPTIONS)

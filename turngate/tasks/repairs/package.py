@@ -55,7 +55,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_pytest_options(self) -> bool:
-        """Whether the package sets command-line options for pytest. They may need plugins, for example to measure coverage."""
+        """Whether the package sets command-line options for pytest. Test runs ignore them, because they may need plugins."""
         files = ("pyproject.toml", "setup.cfg", "tox.ini", "pytest.ini", ".pytest.ini", "pytest.toml")
         return any("addopts" in self.files.get(name, "") for name in files)
 

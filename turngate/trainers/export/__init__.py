@@ -4,7 +4,7 @@
     result = export(Path("turngate-data"), Path("rows.parquet"), choices)
 
 `source.py` reads rollouts group by group, a format converts each group to records, and `files.py` writes the records. Only one group is in
-memory at a time. A running gateway may be using the store. To add a format, write a module for it and add it to `FORMATS`.
+memory at a time. Exporting works even while a gateway uses the store. To add a format, write a module for it and add it to `FORMATS`.
 """
 
 from __future__ import annotations

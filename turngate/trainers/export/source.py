@@ -1,6 +1,6 @@
 """Read the rollouts in a data folder or a shared store group by group, oldest group first.
 
-A gateway may be using the store at the same time. Traces are read one group at a time. For every session, the key, the group, and whether
+This works even while a gateway uses the store. Traces are read one group at a time. For every session, the key, the group, and whether
 the session matches the filter stay in memory.
 """
 
@@ -281,7 +281,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         return found
 
     def _note_matches(self, row: SessionRow, outcome: RecordedOutcome | None) -> None:
-        """Remove the filters that match a session from `unmatched`."""
+        """Remove from `unmatched` the filters that match a session."""
         if self.unmatched:
             names = {"group": find_group(row, outcome), "task": find_task(row, outcome), "session": row.id}
             self.unmatched = {
@@ -309,7 +309,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
     def _explain_empty(self) -> str:
         """Explain why no rollout can be exported."""
         if not self._seen:
-            return "no rollouts are recorded there; pass the --data of a gateway that has recorded some"
+            return "no rollouts are recorded in this store; pass the --data of a gateway that has recorded some"
         filters, left = self._filter.filters, str(self._exclusions)
         if not filters:
             return f"no rollout can be exported (recorded: {count_rollouts(self._seen)}); left out: {left}"

@@ -20,7 +20,8 @@ from turngate.trainers.export.rows import compute_group_advantages, describe_rol
 from turngate.trainers.export.source import Exclusions, RecordedGroup
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS
 
-NO_ADVANTAGE = "it has no advantage, because its reward is unknown, or its group has no other reward"
+UNKNOWN_REWARD = "it has no advantage, because its reward is unknown"
+ONLY_REWARD = "it has no advantage, because its group has no other reward to compare it with"
 _COLUMNS = {"model_input": "id[]", "loss_fn_inputs": "json", "mask": "bit[]", "metadata": "json"}
 
 
@@ -47,7 +48,7 @@ class Tinker:
             if rollout.id not in trainable:
                 continue
             if advantage is None:
-                exclusions.add(NO_ADVANTAGE)
+                exclusions.add(UNKNOWN_REWARD if rollout.reward is None else ONLY_REWARD)
                 continue
             for row in rollout.rows:
                 mask = row.mask[1:]

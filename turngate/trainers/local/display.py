@@ -198,7 +198,7 @@ def print_result(result: TrainingResult, console: Console) -> None:
 async def print_improvements(
     environment: TrainingEnvironment, result: TrainingResult, console: Console, count: int = 2
 ) -> None:
-    """Print the held-out rollouts that improved most, before and after training, side by side."""
+    """Print the transcripts of the held-out tasks that improved most: before training and after it, side by side."""
     if result.before is None or result.after is None:
         return
     after = {rollout.task: rollout for rollout in result.after.finished}
@@ -213,7 +213,7 @@ async def print_improvements(
 
 
 async def _load_transcript(environment: TrainingEnvironment, rollout: FinishedRollout) -> str:
-    """Return a rollout's messages, except system messages, and its reward as text."""
+    """Return a rollout's transcript as text: all messages except system messages, and then the reward."""
     view = TraceView(await environment.gateway.trace(rollout.session))
     lines = []
     for turn in view.turns:

@@ -377,7 +377,7 @@ class _UpdateTotals:
 
 
 def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Return the rows in which a turn has an advantage, with the other turns masked, and why each other row is left out."""
+    """Return the rows in which a turn has an advantage, with the turns that have none masked out, and why each other row is left out."""
     selected, refused = [], []
     for row in rows:
         mask = row.mask & np.isfinite(row.token_advantages())

@@ -260,7 +260,7 @@ async def _open_feed(
         return await Feed.open(gateway, goal.feed_name, config, after=state.number, mark=state.mark, form=form)
     except OtherFeed:
         raise ConfigError(
-            f"data: the checkpoint is at step {state.step}, but its run is not recorded there; "
+            f"data: the checkpoint is at step {state.step}, but its run is not recorded in this store; "
             "pass the --data with which it was recorded, or choose another --out folder",
             param="data",
         ) from None
@@ -271,7 +271,7 @@ async def _open_feed(
         new = msgspec.structs.asdict(config)
         changes = "; ".join(f"{name} was {old[name]} and is now {new[name]}" for name in new if old[name] != new[name])
         raise ConfigError(
-            f"data: a training run with different settings is recorded there ({changes}); use its settings, "
+            f"data: a training run with different settings is recorded in this store ({changes}); use its settings, "
             "or choose another --out folder (and --data)",
             param="data",
         ) from None
@@ -293,7 +293,7 @@ async def _is_without_masks(gateway: GatewayClient, name: str, config: FeedConfi
 async def _finish(
     running: asyncio.Task[BatchResult], training: asyncio.Task[list[Step]], trainer: Trainer, feed: Feed
 ) -> None:
-    """Wait for both tasks to end, and write a checkpoint even if training failed."""
+    """Wait for the agents and the training to end, and write a checkpoint even if training failed."""
     await asyncio.gather(running, training, return_exceptions=True)
     with suppress(TurngateError):  # the previous checkpoint remains
         await trainer.save(feed)
