@@ -157,7 +157,7 @@ def test_custom_endpoint_needs_allowed_hosts() -> None:
         ({"gateway://g": {}}, "must be exactly one URL"),
         (
             {"gateway://g": {"url": "http://h", "modes": ["direct"]}},
-            "cannot contain 'direct', because a gateway always records",
+            "cannot contain 'direct', because a gateway records every call",
         ),
         ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "must be an http or https URL"),
         ({"local://m": {}}, "because model_folder is not set"),

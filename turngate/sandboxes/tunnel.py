@@ -210,7 +210,10 @@ def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _led_command(command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command` and ends it when this process ends. Outside Linux, return `command` itself, which may outlive it."""
+    """Return a command that runs `command` and ends it when this process ends.
+
+    On systems other than Linux, return `command` itself, which may outlive this process.
+    """
     if not sys.platform.startswith("linux"):  # the supervisor needs Linux
         return list(command)
     return [sys.executable, "-I", "-S", supervisor.__file__, "--lead", *command]

@@ -197,7 +197,7 @@ class FrameStream(EventStream):
 
 
 def _explain_rejected_frame(code: int | None) -> TurngateError | None:
-    """Return the error for a frame that the server rejected before the application received it, or None for any other code."""
+    """Return the error for a disconnect code which means that the server rejected a frame, or None for any other code."""
     match code:
         case asgi.OVERSIZED_FRAME:
             return TooLarge("the event is larger than the limit (setting max_body_mb)")

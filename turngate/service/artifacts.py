@@ -114,7 +114,7 @@ def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
 
 
 def read_log_tails(folder: Path, truncator: Truncator) -> dict[str, str]:
-    """Return the ends of an agent's stdout and stderr, and of its newest logs and transcripts, by name."""
+    """Return, by file name, the ends of an agent's stdout and stderr, and of its newest logs and transcripts."""
     names = ["stdout", "stderr"]
     files, unnamed, _ = _find_files(folder / "home")
     _note_unnamed("log_tails", unnamed, truncator)

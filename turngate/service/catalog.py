@@ -122,7 +122,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def allowed(self) -> tuple[Mode, ...]:
-        """The modes that callers may use: those in `modes`, or all supported modes if that is empty."""
+        """The modes that callers may use: those in `modes`, or all supported modes if `modes` is empty."""
         return tuple(self.modes) or self.supported_modes
 
     @property
@@ -130,7 +130,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.mode or self.allowed[0]
 
     def check(self) -> Endpoint:
-        """Validate constraints across fields. Raise `ConfigError` with the names of the endpoint and the field if one is violated."""
+        """Validate constraints across fields. If one is violated, raise `ConfigError` with the names of the endpoint and the field."""
         match = _KEY.fullmatch(self.key)
         if match is None or match[1] not in KINDS:
             raise ConfigError(
@@ -147,7 +147,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{where}.url must be exactly one URL: the gateway's", param="url")
             if "direct" in self.modes:
                 raise ConfigError(
-                    f"{where}.modes cannot contain 'direct', because a gateway always records; remove 'direct'",
+                    f"{where}.modes cannot contain 'direct', because a gateway records every call; remove 'direct'",
                     param="modes",
                 )
         elif not self.supported_modes:
@@ -158,7 +158,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
             if self.kind.exact:
                 raise ConfigError(
-                    f"{where} supports no mode; set tokenizer, or set url to exactly one URL for observe mode",
+                    f"{where} supports no mode: exact and gate mode need a tokenizer, and the other modes need exactly one URL, not "
+                    f"{len(self.urls)}; set tokenizer, or set url to one URL",
                     param="tokenizer",
                 )
             raise ConfigError(
@@ -243,7 +244,7 @@ class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
     def gateway_name(self) -> str:
         """The name of the gateway for this endpoint and mode, and of its folder.
 
-        The digest is long enough that a caller cannot construct a URL that yields the name of a different gateway.
+        The digest at its end is long enough that a caller cannot construct a URL that yields the name of a different gateway.
         """
         name = re.sub(r"[^A-Za-z0-9]+", "-", self.endpoint.key).strip("-")[:60]
         identity = [self.endpoint.key, self.mode, self.is_custom, self.endpoint.urls if self.is_custom else []]

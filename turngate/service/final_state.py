@@ -22,7 +22,7 @@ _LOST = "lost: the service stopped before this rollout ended"
 _UNREPORTED = (
     "the service stopped before it wrote the result; the status and any reward were restored from the rollout's events"
 )
-_TURNS_KEPT = "; its gateway has the turns recorded until then"
+_TURNS_KEPT = "; the rollout's gateway has the turns recorded until then"
 
 
 def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str) -> RolloutState:

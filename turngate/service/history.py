@@ -123,7 +123,7 @@ class RolloutHistory:
     # ── after a restart ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self) -> None:
-        """Load the states of earlier processes. An unfinished rollout is marked as lost, unless its result or grade was recorded."""
+        """Load the rollouts of earlier processes. An unfinished rollout is marked as lost, unless its result or grade was recorded."""
         for state, gateway in self._storage.read_states():
             if not state.done:
                 state = await self._end_interrupted(state, gateway)

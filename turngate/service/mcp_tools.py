@@ -37,9 +37,9 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "setup_shell": "Shell commands to run in the working folder before the agent starts.",
     "upload_files": 'Files for the working folder: relative path → text, or {"base64": "…"} for binary content.',
     "thinking": "Whether the model thinks before it answers. Default: the chat template's default.",
-    "mode": "How turns are recorded: exact (token ids and log-probabilities), observe (alias transparent_proxy: calls are relayed to a "
-    "hosted endpoint), gate (alias interception_gate: a trainer answers) or direct (alias black_box: only the agent's logs). Default: the "
-    "endpoint's default mode.",
+    "mode": "Who answers the agent's calls, and what is recorded: exact (an engine; token ids and log-probabilities), observe (alias "
+    "transparent_proxy: a hosted endpoint; what it returns), gate (alias interception_gate: a trainer; what it returns) or direct (alias "
+    "black_box: the endpoint, without a gateway; only the agent's logs). Default: the endpoint's default mode.",
     "max_tokens_cap": "The maximum number of tokens that the model may sample in one turn.",
     "sampling": "How the model is sampled: neutral (temperature 1, so that the turns can be trained), agent "
     '(as the agent requests, for evaluations), or an object of settings to pin, such as {"temperature": 0.7}. Default: neutral.',

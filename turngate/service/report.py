@@ -113,7 +113,7 @@ def _outcome_notes(outcome: Outcome) -> list[str]:
         *outcome.warnings,
         *outcome.collected.missing,
         *outcome.collected.differences,
-        *(f"the {outcome.sandbox} sandbox does not enforce this: {rule}" for rule in outcome.not_enforced),
+        *(f"the {outcome.sandbox} sandbox does not enforce this setting: {rule}" for rule in outcome.not_enforced),
         *outcome.notes,
     ]
 

@@ -83,10 +83,13 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             where = f"upload_files[{name[:80]!r}]"
             size = _check_size(content, where)
             total += size
-            if size > MAX_FILE or total > MAX_BYTES:
+            if size > MAX_FILE:
                 raise BadRequest(
-                    f"{where} is too large, by itself or together with the files before it; the limit is {MAX_FILE:,} bytes per file "
-                    f"and {MAX_BYTES:,} bytes in total",
+                    f"{where} is too large; a file may have at most {MAX_FILE:,} bytes", param="upload_files"
+                )
+            if total > MAX_BYTES:
+                raise BadRequest(
+                    f"upload_files is too large; the files may have at most {MAX_BYTES:,} bytes in total",
                     param="upload_files",
                 )
         return self
