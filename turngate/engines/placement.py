@@ -57,7 +57,7 @@ class LaneLoad(msgspec.Struct):
 
     @property
     def is_crowded(self) -> bool:
-        """Whether the lane was crowded at the last report, or has become so with the calls since then."""
+        """Whether the lane was crowded at the last report, or has become crowded because of calls that began since then."""
         return not self.room
 
     @property

@@ -88,7 +88,7 @@ class Events:
         return [] if self._closed else self.page(session, after)  # the store may be closed too
 
     async def prune(self, before: float) -> int:
-        """Remove the events from before the time `before`, in short transactions that let turns run. Return how many were removed."""
+        """Remove the events before the time `before`, in short transactions, between which turns can run. Return how many were removed."""
         removed = 0
         steps = self._log.prune(before)
         while (count := await self._slicer.call(lambda: next(steps, None))) is not None:

@@ -106,7 +106,7 @@ class PromptBuilder:
             return _render(session, location, preamble, renderer)
 
     async def _compute_meanings(self, session: Session, request: RequestMessages) -> None:
-        """Compute, in slices, the meanings of the messages that no recent request of the session had. `request` keeps the meanings."""
+        """Compute, in slices, the meanings of messages that were not in a recent request of the session. `request` keeps the meanings."""
         start = session.trace.count_repeated(request)
         if len(request) - start > _MAX_INLINE_MESSAGES:
             await self._slicer.run(partial(_compute_slice, request, iter(range(start, len(request)))))

@@ -1,7 +1,7 @@
 """Quotas of projects: each process takes a part of a quota from the store, and a thread takes more when the part is nearly used up.
 
-A model call compares two numbers in memory. It waits only if the part is used up before the thread has taken more. Calls in flight always
-finish, so a project can exceed its quota by the tokens of these calls.
+A model call only compares the number of tokens sampled so far with this process's part, in memory. The call waits only if the part is used
+up before the thread has taken more. Calls in flight always finish, so a project can exceed its quota by the tokens of these calls.
 """
 
 from __future__ import annotations

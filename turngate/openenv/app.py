@@ -96,7 +96,7 @@ async def _render_validation_error(request: Request, error: Exception) -> JSONRe
 
 
 async def _render_http_error(request: Request, error: Exception) -> Response:
-    """Render an HTTP error. If OpenEnv rejected an action, omit the copy of the action."""
+    """Render an HTTP error. If OpenEnv rejected an action, omit the copy of the action that its error contains."""
     assert isinstance(error, HTTPException)
     if isinstance(error.detail, list):
         return JSONResponse({"detail": _strip_input(error.detail)}, error.status_code)

@@ -1,7 +1,7 @@
 """The sampling thread. It uses no event loop: calls arrive in a queue, and results leave in batches (`outbox.py`).
 
-Each iteration of its loop: run commands (new calls, aborts, hold, end) → place waiting calls into slots → fill (compute a bounded part of
-the prompts) → step (one id for every slot that samples) → flush. The Python cost of a step does not grow with the number of slots,
+The thread repeats these steps: run commands (new calls, aborts, hold, end) → place waiting calls into slots → fill (compute a bounded part
+of the prompts) → step (one token id for every slot that samples) → flush. The Python cost of a step does not grow with the number of slots,
 because the slots' state is in numpy arrays.
 """
 
