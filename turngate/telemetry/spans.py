@@ -175,7 +175,7 @@ class RolloutTracer:
 
 
 class Span:
-    """A span that has been started. Ending it again has no effect."""
+    """A span that has been started. Only the first call of `end` has an effect."""
 
     def __init__(self, tracer: RolloutTracer, span: OtelSpan) -> None:
         self._tracer = tracer

@@ -214,7 +214,7 @@ def has_sampling_masks(turn: Sampled) -> bool:
 def read_temperature(turn: Sampled) -> float:
     """Return the temperature at which a turn was sampled.
 
-    If it is 1, return the same object as the default of `RowSpan.temperature`, because msgspec omits a field only if it is that very object.
+    If it is 1, return the same object as the default of `RowSpan.temperature`, because msgspec omits only fields that are that very object.
     """
     used = _decode_temperature(turn.info.sampling).temperature if turn.info.sampling else 1.0
     return NEUTRAL.temperature if used == 1 else used

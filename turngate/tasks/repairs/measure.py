@@ -90,7 +90,7 @@ class TestRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bench:
-    """A sandbox with a package, in which tests are run with one version of the files after another."""
+    """A sandbox in which a package's tests are run repeatedly, each time with different changes to its files."""
 
     def __init__(self, sandbox: Sandbox, package: Package) -> None:
         self._sandbox = sandbox

@@ -174,7 +174,7 @@ def print_result(result: TrainingResult, console: Console) -> None:
         say(
             console,
             f"Rows recomputed with the weights that sampled them: {rows}; their log-probabilities differ from the "
-            f"recorded ones by {sum(gaps) / len(gaps):.1e} on average. Rejected rows (of any version): {rejected}",
+            f"recorded ones by {sum(gaps) / len(gaps):.1e} on average. Rejected rows (of any policy version): {rejected}",
         )
     if alarmed := [step.step for step in result.steps if step.alarms]:
         count = f"{len(alarmed)} of {len(result.steps)} steps"
