@@ -166,7 +166,9 @@ def test_concurrent_builds_run_once(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_failed_command_shows_last_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no such package'); sys.exit(3)"]
-    with pytest.raises(AgentError, match=r"(?s)install x: .*exited with status 3; its last lines:.*no such package"):
+    with pytest.raises(
+        AgentError, match=r"(?s)install x: .*exited with status 3; the last lines of its output:.*no such package"
+    ):
         install._run_command("install x", command)
 
 

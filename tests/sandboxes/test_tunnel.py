@@ -79,8 +79,14 @@ async def test_tunnel_url_is_read_and_process_group_ends(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("echo no address here", "exited with code 0 without printing a URL; its last lines: no address here"),
-        ("sh -c 'echo oh no >&2; exit 3'", "exited with code 3 without printing a URL; its last lines: oh no"),
+        (
+            "echo no address here",
+            "exited with code 0 without printing a URL; the last lines of its output: no address here",
+        ),
+        (
+            "sh -c 'echo oh no >&2; exit 3'",
+            "exited with code 3 without printing a URL; the last lines of its output: oh no",
+        ),
         ("sleep 60", "ran for 1 s"),
         ("no-such-tunnel {port}", "program no-such-tunnel not found"),
         ("", "is empty"),

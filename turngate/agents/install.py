@@ -351,7 +351,7 @@ def _use_lock(lock: Path) -> list[str]:
 
 
 def _pip(spec: AgentSpec) -> list[str]:
-    """Return the command that runs pip, on the agent's Python if this machine has it. pip chooses packages for the Python that runs it."""
+    """Return the command that runs pip, on the agent's Python if this machine has it, because pip chooses packages for its own Python."""
     python = find_python(spec.install.python)
     return [sys.executable, "-m", "pip", *(("--python", python.path) if python is not None else ())]
 
@@ -458,5 +458,5 @@ def _run_command(action: str, argv: Sequence[str | Path], *, cwd: Path | None = 
     if result.returncode:
         tail = "\n".join(f"    {line}" for line in result.stdout.splitlines()[-TAIL_LINES:])
         raise AgentError(
-            f"could not {action}: {shlex.join(command)}\n  exited with status {result.returncode}; its last lines:\n{tail}"
+            f"could not {action}: {shlex.join(command)}\n  exited with status {result.returncode}; the last lines of its output:\n{tail}"
         )

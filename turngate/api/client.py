@@ -436,7 +436,7 @@ def _choose_cluster(given: ClientSettings) -> ClusterPlace | None:
         return None
     if given.gateway:
         raise BadRequest(
-            "gateway= cannot be set with cluster=, because each node has its own gateway; remove one of them",
+            "gateway= cannot be set with cluster=, because each node has its own gateway; remove gateway= or cluster=",
             param="gateway",
         )
     place = ClusterPlace(address=given.cluster, shared=data)
@@ -454,7 +454,7 @@ _ARGUMENT_NAMES = {"model_key": "model", "agent_timeout_s": "timeout_s"}
 
 @contextmanager
 def _rename_arguments() -> Iterator[None]:
-    """Rename the service's arguments in the block's errors to the names of this API."""
+    """In errors that the block raises, replace the service's argument names with those of this API."""
     try:
         yield
     except BadRequest as error:
@@ -465,7 +465,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
-    """Return the next result, or None if there are no more. Raise the error of a failed worker: it may affect all rollouts."""
+    """Return the next result, or None if there are no more. If a worker failed, raise its error, which may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

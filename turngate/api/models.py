@@ -105,7 +105,7 @@ def _build_config(base: ServiceConfig, changed: Mapping[str, Any], entry: Endpoi
 def _build_gateway_endpoint(url: str, model: str | Endpoint) -> Endpoint:
     if isinstance(model, Endpoint):
         raise BadRequest(
-            "model must not be an Endpoint if gateway is set; pass the name of one of the gateway's models, or omit it",
+            "model must not be an Endpoint if gateway is set; pass the name of one of the gateway's models, or omit model",
             param="model",
         )
     reject_credentials(url, "gateway", "set the key in TURNGATE_ADMIN_KEY")

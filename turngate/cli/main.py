@@ -406,7 +406,9 @@ def agents_new(
     ],
     env: Annotated[
         Optional[list[str]],
-        typer.Option(help="Variable that the command needs, as NAME=VALUE, such as LLM_URL={base_url}/v1. Repeatable."),
+        typer.Option(
+            help="Environment variable that the command needs, as NAME=VALUE, such as LLM_URL={base_url}/v1. Repeatable."
+        ),
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds that the command may take.")] = 60.0,
 ) -> None:

@@ -452,7 +452,7 @@ class ExportOptions:
     prompt_ids: Annotated[bool, _flag("atif: include the prompt ids of every step.", FORMAT, "--prompt-ids")] = False
     side: Annotated[
         list[str] | None,
-        _flag("rows, tree, verl, slime: include side data by name, such as routed_experts; repeatable.", FORMAT),
+        _flag("rows, tree, verl, slime: name of side data to include, such as routed_experts; repeatable.", FORMAT),
     ] = None
     turn_rewards: Annotated[bool, _flag("rows, tree, verl, slime: include turn rewards.", FORMAT, "--turn-rewards")] = (
         False
@@ -480,7 +480,9 @@ class ExportOptions:
     teacher_version: Annotated[
         str, _flag("Version of the teacher's weights. Scores are cached per version.", TEACHER)
     ] = ""
-    teacher_top_k: Annotated[int, _flag("Number of most likely tokens to export for each sampled token.", TEACHER)] = 0
+    teacher_top_k: Annotated[
+        int, _flag("Number of the teacher's most likely tokens to export for each sampled token.", TEACHER)
+    ] = 0
     teacher_concurrency: Annotated[int, _flag("Maximum number of concurrent calls to the teacher.", TEACHER)] = 8
     teacher_tokenizer: Annotated[
         str, _flag("The teacher's tokenizer folder, if its server cannot decode ids.", TEACHER)
@@ -556,9 +558,13 @@ class MakeRepairsOptions:
     per_package: Annotated[int, _flag("Maximum number of tasks per package.", "Which tasks")] = 40
     held_out: Annotated[float, _flag("Fraction of the packages to hold out from training.", "Which tasks")] = 0.25
     seed: Annotated[int, _flag("Seed for choosing bugs and splitting packages.", "Which tasks")] = 0
-    hint: Annotated[str, _flag("How precisely the instruction locates the bug: tests, file or function.", FORMAT)] = (
-        "file"
-    )
+    hint: Annotated[
+        str,
+        _flag(
+            "What the instruction names: only the failing tests (tests), or also the bug's file (file) or function (function).",
+            FORMAT,
+        ),
+    ] = "file"
     sandbox: Annotated[str, _flag("Sandbox to run the tests in, such as local, bubblewrap or docker.", SANDBOX)] = (
         "local"
     )

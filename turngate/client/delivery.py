@@ -199,7 +199,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
                 f"{where}: a turn spans tokens {span.start} to {span.end}, but the row's length in tokens is {len(ids)}"
             )
         if span.version_runs and sum(tokens for _, tokens in span.version_runs) != span.end - span.start:
-            raise DamagedDelivery(f"{where}: the policy versions of turn {span.node} do not cover exactly its tokens")
+            raise DamagedDelivery(f"{where}: the policy versions of turn {span.node} do not cover its tokens exactly")
         logprobs[span.start : span.end] = sampled[at : at + span.end - span.start]
         trained[span.start : span.end] = span.trained
         at += span.end - span.start

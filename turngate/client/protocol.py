@@ -133,7 +133,7 @@ SessionInfo = SessionDescription[SessionSettings, SessionOutcome]  # the type th
 
 
 class OpenedSession(msgspec.Struct, frozen=True):
-    """The fields of a new session that clients use."""
+    """A new session, with only the fields that clients use."""
 
     id: str
     key: str = msgspec.field(name="api_key")  # the secret
@@ -446,7 +446,7 @@ class WireSegment(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WireTreeRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A row of a tree. The fields without a comment are those of `WireRow`."""
+    """A row of a tree. The fields without a comment mean the same as in `WireRow`."""
 
     rollout: int  # index in the delivery
     last: int  # index of its last segment

@@ -109,7 +109,7 @@ class Tunnel:
             if not found.done():
                 end = f"exited with code {process.returncode}" if ended.done() else f"ran for {self.start_s:.0f} s"
                 raise SandboxError(
-                    f"the tunnel command {end} without printing a URL; its last lines: {' | '.join(lines[-5:])[-400:]}"
+                    f"the tunnel command {end} without printing a URL; the last lines of its output: {' | '.join(lines[-5:])[-400:]}"
                 )
         except BaseException:
             await run_to_completion(self.stop())
