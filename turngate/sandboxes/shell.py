@@ -73,7 +73,7 @@ class SandboxConnection(Protocol):
 
 
 class ShellJob:
-    """A command run by our script.
+    """A command that is run by a script in the sandbox.
 
     The job's folder contains the script `run`, the process id in `pid` and, once the command has ended, its exit code in `code`.
     """

@@ -195,7 +195,7 @@ class SupervisedSandbox(PosixSandbox):
         return job
 
     async def _fork_supervisor(self, warm: WarmStart) -> Control:
-        """Fork another supervisor from the fork server. It can run the preloaded program without an exec."""
+        """Fork another supervisor from the fork server. This supervisor can run the preloaded program without an exec."""
         control = Control()
         env = {"PATH": os.defpath, folders.SANDBOX_ENV: self.id}
         rest = [str(self.folder)]

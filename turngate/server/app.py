@@ -275,7 +275,7 @@ class Gateway(ProjectGateway):
 
     def _interrupt_stores(self) -> None:
         """Interrupt all requests to the shared store. Called when stopping takes too long, because one of them may be the reason."""
-        log.warning("the gateway takes too long to stop; interrupting all requests to the shared store")
+        log.warning("the gateway is taking too long to stop; interrupting all requests to the shared store")
         for project in (self, *self.hosted):
             if isinstance(project.store, SharedStore):
                 project.store.database.interrupt()

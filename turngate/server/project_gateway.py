@@ -316,7 +316,7 @@ class ProjectGateway:
         self.projects.note(caller, self.project, action, subject, details)
 
     def note_all(self, caller: Caller, action: str, subject: str = "", **details: Json) -> None:
-        """Add an entry that concerns all projects to the audit log."""
+        """Add an entry about all projects to the audit log."""
         self.projects.note(caller, "", action, subject, details)
 
     # ── other projects ──────────────────────────────────────────────────────────────────────────────────────────

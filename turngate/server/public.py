@@ -64,7 +64,7 @@ class PublicRoutes:
         return ApiRoute(describe_operation(path, "GET", self.models, "any key", dialect=dialect), self.models)
 
     async def health(self, request: Request) -> JsonReply[HealthReply]:
-        """Report whether an engine is up, for load balancers."""
+        """Tell load balancers whether an engine is up."""
         health = await self._engine_health()
         has_engine = self._engine is not None or self._relay is not None  # otherwise, the data is in a shared store
         ok = any(engine.ok for engine in health) or not has_engine
@@ -78,7 +78,7 @@ class PublicRoutes:
         )
 
     async def _engine_health(self) -> list[Health]:
-        """Return the engines' health. It is cached, because this public route must not flood a provider with requests."""
+        """Return the engines' health. It is cached, because the health check is public and must not flood a provider with requests."""
         now = time.monotonic()
         if now - self._health_cache[0] > _HEALTH_CACHE_S:
             parts = [part for part in (self._engine, self._relay) if part is not None]

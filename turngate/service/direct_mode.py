@@ -107,7 +107,7 @@ class Forwarder:
         async with reply:
             if 300 <= reply.status < 400:
                 redirect = EngineError(
-                    f"{_ENDPOINT} answered with a redirect ({reply.status}), which is not followed; use its final URL"
+                    f"{_ENDPOINT} answered with a redirect ({reply.status}), which is not followed; use the URL that it redirects to"
                 )
                 self._note_failure(redirect, is_generation)
                 return _error_response(502, redirect.message)
@@ -200,7 +200,7 @@ class DirectModeClient(GatewayClient):
         return OpenedSession(session or PLACEHOLDER, PLACEHOLDER)
 
     async def show(self, session: str) -> SessionInfo:
-        """Return a session with one turn for each completed generation. The count shows whether the agent failed before its first turn."""
+        """Return a session with one turn per completed generation, so that an agent that failed before its first turn is recognized."""
         forwarder = self._forwarder
         return SessionInfo(
             id=session,

@@ -103,9 +103,8 @@ class PageLogin:
         cookie = request.cookies.get(COOKIE, "")
         end = self.expiry_of(cookie)
         if end is None:
-            raise Unauthorized(
-                "not logged in, or the login has expired; POST /page/login with the admin key or an API key"
-            )
+            problem = "the login has expired or is not valid" if cookie else "you are not logged in"
+            raise Unauthorized(f"{problem}; POST /page/login with the admin key or an API key")
         if (api_key := self._find_key(cookie)) is not None:
             require_scope(api_key, scopes)
         return end

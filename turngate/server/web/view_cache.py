@@ -278,7 +278,7 @@ def _value_to_json(value: Json) -> Json:
 
 
 def _stages(facts: list[RawEvent], data: dict[str, Json]) -> list[dict[str, Json]]:
-    """Return each stage's start and duration. A stage that the runner did not measure lasts until the next stage starts."""
+    """Return each stage's start and duration. A stage that the runner did not measure is assumed to last until the next stage starts."""
     seconds = data.get("seconds")
     measured = seconds if isinstance(seconds, dict) else {}
     stages: list[dict[str, Json]] = []
