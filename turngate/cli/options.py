@@ -544,7 +544,9 @@ class ListTasksOptions:
 class CheckTasksOptions(ListTasksOptions):
     sandbox: Annotated[str, _flag("Sandbox to prove tasks in, such as local, bubblewrap or docker.", SANDBOX)] = "local"
     image: Annotated[str, _flag("Container image to use instead of the tasks' own images.", SANDBOX)] = ""
-    prove: Annotated[bool, _flag("Run and grade each task's solution.", "Proof", "--prove/--no-prove")] = True
+    prove: Annotated[
+        bool, _flag("Grade each task twice: with its solution, and untouched.", "Proof", "--prove/--no-prove")
+    ] = True
     concurrency: Annotated[int, _flag("Maximum number of tasks proven at the same time.", "Proof")] = 2
 
 
