@@ -33,7 +33,12 @@ async def test_unwritable_folder_and_damaged_database_are_failures(tmp_path: Pat
     assert finding.state == "failure" and "cannot be written" in finding.message and "--data" in finding.fix
     (tmp_path / "turngate.db").write_bytes(b"this is no database, but long enough to look at" * 100)
     damaged = await run_check(settings(tmp_path), "data folder")
-    assert damaged.state == "failure" and "cannot be read" in damaged.message and "backup" in damaged.fix
+    assert (
+        damaged.state == "failure"
+        and "cannot be read" in damaged.message
+        and "backup" in damaged.message
+        and "--data" in damaged.fix
+    )
 
 
 async def test_network_file_system_is_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
