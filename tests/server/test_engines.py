@@ -203,4 +203,4 @@ async def test_gateway_without_pool_has_no_engines() -> None:
     async with gateway() as g:
         assert (await g.admin.get("/admin/engines")).json() == {"engines": [], "scripted": True}
         status, message = await refuse(g, "add", url="http://127.0.0.1:9")
-        assert status == 409 and "no replicas" in message
+        assert status == 409 and "no pool of engines" in message

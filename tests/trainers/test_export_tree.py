@@ -79,7 +79,7 @@ DAMAGED: list[tuple[str, Change, str]] = [
     (
         "a missing log-probability",
         lambda tree: tree.update(logprobs=[None] * len(tree["ids"])),
-        "is trained, but .* lacks log-probabilities",
+        "is trained, but lacks log-probabilities",
     ),
     ("a broken path", lambda tree: tree["rows"][0]["segments"].pop(0), r"rows\[0\].segments is not a path"),
     ("an empty path", lambda tree: tree["rows"][0]["segments"].clear(), r"rows\[0\].segments is empty"),
