@@ -1,7 +1,7 @@
-"""A session with all its recorded data, in a form that does not depend on the store that it is in.
+"""A session with all its recorded data, in a form that does not depend on a particular store.
 
-`read_session` reads one from a store, and `write_session` adds it to another. Keys, event numbers and the checksums of nodes are not
-included, because they have a meaning only within one store. The checksums of nodes are verified when a session is read.
+`read_session` reads one from a store, and `write_session` adds it to another. Keys, event numbers and node checksums are omitted,
+because they are meaningful only within one store. Node checksums are verified when a session is read.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ _SESSION = ", ".join("CAST(config AS BLOB)" if name == "config" else name for na
 
 
 class ArchivedSession(msgspec.Struct, frozen=True):
-    """A session as rows of the store's tables. Their columns are in `SESSION_COLUMNS`, `ARCHIVED_NODE` and `ARCHIVED_TABLES`."""
+    """A session as rows of the store's tables. The columns are listed in `SESSION_COLUMNS`, `ARCHIVED_NODE` and `ARCHIVED_TABLES`."""
 
     session: Row
     nodes: list[Row]
-    tables: dict[
-        str, list[Row]
-    ]  # an empty `side_data` is omitted: earlier versions had no such table, and their digests must still match
+    # By table. An empty `side_data` is omitted, so that digests from before this table existed still match.
+    tables: dict[str, list[Row]]
     attempts: list[AttemptRow]
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
 
@@ -131,5 +130,5 @@ def _insert(db: StoreConnection, table: str, columns: Sequence[str], row: Sequen
 
 
 def tokenizer_settings(store: Store) -> Mapping[str, str]:
-    """Return the settings of a store that name its sessions' tokenizers and renderers."""
+    """Return the settings that name the tokenizers and renderers of a store's sessions."""
     return store.settings_with(("tokenizer:", "renderer:"))

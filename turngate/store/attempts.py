@@ -109,7 +109,7 @@ class AttemptTable:
         return self.explain_exclusions([session]).get(session, "")
 
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
-        """Return those of the given session ids that belong to superseded attempts."""
+        """Return the given session ids that belong to superseded attempts."""
         found: list[str] = []
         for start in range(0, len(sessions) if self._has_tables else 0, _MAX_VALUES):
             chunk = tuple(sessions[start : start + _MAX_VALUES])
@@ -123,8 +123,8 @@ class AttemptTable:
         """Give up an attempt, unless it already has an outcome. Return the attempt, and its outcome if there is one.
 
         `session` is the id that was chosen for the attempt's session. An attempt that was never opened is registered with this id. If a
-        session with this id was opened without naming its rollout, it is superseded too. If the returned attempt is `superseded`, its
-        outcome does not count. Raise `Gone` if the attempt's outcome counts, but was removed with its session because of the session's age.
+        session with this id was opened without naming its rollout, that session's attempt is superseded too. If the returned attempt is
+        `superseded`, its outcome does not count. Raise `Gone` if the attempt's outcome counts, but was removed with its old session.
         """
         now = time.time()
         with self._writing() as db:

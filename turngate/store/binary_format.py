@@ -45,7 +45,7 @@ def encode_text(value: str | bytes) -> bytes:
 
 
 def make_text_array(elements: Sequence[bytes], count: int) -> EncodedArray:
-    """Build a text array of `count` encoded elements. An item of `elements` may be several encoded elements joined."""
+    """Build a text array of `count` encoded elements. An item of `elements` can be several encoded elements joined together."""
     return EncodedArray(b"".join((_array_start(1, 0, _TEXT, count, 1), *elements)), _ARRAYS[_TEXT])
 
 
@@ -107,7 +107,7 @@ def encode_value(value: Any) -> tuple[bytes | None, int]:
 def encode_nodes(session: int, nodes: Sequence[Row], checksums: Sequence[int]) -> Iterator[bytes]:
     """Encode rows of the nodes table for COPY, a few at a time. `session` is the key of the session.
 
-    Each row has the columns `NODE_COLUMNS`, with 1 for the kind sampled and 0 for the kind context. `checksums` replaces the last column.
+    Each row has the columns `NODE_COLUMNS`, with the kind as 1 (sampled) or 0 (context). `checksums` replaces the last column.
     """
     for start in range(0, len(nodes), _NODES_AT_ONCE):
         parts: list[bytes] = []

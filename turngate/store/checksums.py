@@ -46,7 +46,7 @@ def node_checksum(
     info: bytes,
     messages: bytes,
 ) -> int:
-    """Return the checksum of a context or a delivered turn. That of an undelivered turn is this value ^ `UNDELIVERED`."""
+    """Return the checksum of a context or a delivered turn. The checksum of an undelivered turn is this value ^ `UNDELIVERED`."""
     return crc32(join_fields(session, node, parent, kind, ids, logprobs, info, messages))
 
 
@@ -57,7 +57,7 @@ def node_checksum(
 
 
 def key_difference(old: int, new: int) -> int:
-    """Return the XOR of the checksums of two session keys, which `rekey_checksums` needs."""
+    """Return the XOR of the checksums of two session keys, for `rekey_checksums`."""
     return crc32(str(old).encode()) ^ crc32(str(new).encode())
 
 
@@ -78,7 +78,7 @@ def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences:
 
 
 def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
-    """Return each checksum after zero bytes are appended to its data. `digits[i]` selects the table, which determines their number."""
+    """Return each checksum as if zero bytes were appended to its data. `digits[i]` selects a table, and so the number of zero bytes."""
     row = digits << 10
     result = tables.take(row + (checksums & 255))
     for byte in (1, 2, 3):

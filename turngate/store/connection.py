@@ -69,6 +69,6 @@ class Database(Protocol):
         """Return a number that changes whenever another process writes events. Compare it only with numbers from the same thread."""
 
     def used_bytes(self) -> int:
-        """Return how many bytes the stored data takes."""
+        """Return how many bytes the stored data takes up."""
 
     def close(self) -> None: ...

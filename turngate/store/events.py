@@ -15,12 +15,12 @@ from turngate.store.columns import as_name, as_number
 from turngate.store.connection import Database, StoreConnection
 from turngate.types import Json
 
-# Event numbers increase in commit order across all workers, so a reader that has read up to a number has not missed any.
+# Event numbers increase in commit order across all workers, so a reader that has read up to some number has missed no earlier event.
 EVENT_TABLES = """
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused
     time REAL NOT NULL,
-    session TEXT NOT NULL,        -- session id; may not be open yet; empty: an event of the gateway
+    session TEXT NOT NULL,        -- session id; the session might not be open yet; empty: an event of the gateway
     kind TEXT NOT NULL,
     data BLOB NOT NULL            -- JSON
 );
@@ -63,9 +63,9 @@ def new_event(session: str, kind: str, data: dict[str, Json]) -> NewEvent:
 
 
 def insert_event(db: StoreConnection, event: NewEvent) -> None:
-    """Insert an event in the caller's transaction, which must already hold all other locks that it needs.
+    """Insert an event in the caller's transaction. The transaction must already hold all other locks that it needs.
 
-    In the shared store, this locks the event counter. Other transactions cannot number their events until the caller's ends.
+    In the shared store, this locks the event counter. Other transactions cannot number their events until the caller's transaction ends.
     """
     db.execute(_EVENT, (event.time, event.session, event.kind, event.data))
 
@@ -101,7 +101,10 @@ class EventTable:
             return int(row[0])
 
     def page(self, session: str, after: int, limit: int) -> list[GatewayEvent]:
-        """Return up to `limit` events of a session with numbers above `after`, oldest first. An empty `session` means all sessions."""
+        """Return up to `limit` events of a session with numbers above `after`, oldest first.
+
+        If `session` is empty, return events of all sessions and of the gateway.
+        """
         only, values = ("session=? AND ", (session,)) if session else ("", ())
         query = (
             f"SELECT seq, time, session, kind, CAST(data AS BLOB) FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"

@@ -69,10 +69,10 @@ CREATE INDEX IF NOT EXISTS later_of_a_session ON later (feed, session);
 CREATE INDEX IF NOT EXISTS outcomes_in_order ON outcomes (recorded, session);
 """
 _REPORTS = "mismatch_reports:"  # prefix of the setting with a feed's latest reports: the result of each, by its id
-_KEPT_REPORTS = 16  # a trainer sends reports one after another, and repeats at most the last ones
+_KEPT_REPORTS = 16  # a trainer sends reports one after another, and repeats only the latest ones
 _SET_REPORTS = "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
 _ALL_ADDED = 1e308  # later than any outcome
-_BEFORE_OPENING = "closed<(SELECT opened FROM feeds WHERE key=?)"  # groups closed after that are in `later`
+_BEFORE_OPENING = "closed<(SELECT opened FROM feeds WHERE key=?)"  # groups closed after the opening are in `later`
 _LAST_WAITING = (
     "(SELECT max(recorded) FROM rolled JOIN outcomes ON outcomes.session=rolled.session"
     " WHERE feed=? AND team=? AND number IS NULL)"
@@ -277,7 +277,7 @@ class FeedLog:
     def enter(self, db: StoreConnection, entries: Sequence[NewEntry]) -> list[NewEvent]:
         """Add outcomes to every feed that accepts their groups. Call this in the transaction that records or replaces the outcomes.
 
-        Return the events that announce the groups that these outcomes complete. The caller must write these events.
+        Return the events that announce the newly completed groups. The caller must write these events.
         """
         db.execute(LOCK_FEEDS)
         query = f"SELECT {_OPEN}, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key ORDER BY key"
@@ -370,7 +370,7 @@ def make_entry(
     """Build the entry for an outcome. If `rollout` is None, look up the name of the session's rollout."""
     recorded = decode_outcome(outcome)
     is_fault = isinstance(recorded, RecordedOutcome) and recorded.kind == "infrastructure fault"
-    # If a damaged outcome were skipped, its group would wait forever. It is added without a reward, so it is never trained.
+    # A damaged outcome is not skipped, because its group would then wait forever. It has no reward, so its rollout is never trained on.
     if isinstance(recorded, DamagedOutcome):
         recorded = _stand_in_outcome(*_read_metadata(db, session))
         outcome = msgspec.json.encode(recorded, order="sorted")
@@ -379,7 +379,7 @@ def make_entry(
 
 
 def _add_entries(db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Sequence[NewEntry]) -> list[NewEvent]:
-    """Add outcomes to feeds that the caller has locked. Return the events that announce the groups that these outcomes complete."""
+    """Add outcomes to feeds that the caller has locked. Return the events that announce the newly completed groups."""
     events: list[NewEvent] = []
     if not feeds or not entries:
         return events
@@ -485,7 +485,7 @@ def _postpone(db: StoreConnection, feed: int, session: int | None, known_as: str
 
 
 def _assign_number(db: StoreConnection, feed: int, name: str, group: str) -> int:
-    """Make the waiting rollouts of a group the feed's next delivery, and return its number."""
+    """Turn the waiting rollouts of a group into the feed's next delivery, and return the delivery's number."""
     (number,) = db.execute("UPDATE feeds SET newest=newest+1 WHERE key=? RETURNING newest", (feed,)).fetchone()
     query = "UPDATE rolled SET number=? WHERE feed=? AND team=? AND number IS NULL"
     count = db.execute(query, (number, feed, group)).rowcount
@@ -508,7 +508,7 @@ def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:
 
 
 def _read_metadata(db: StoreConnection, session: int) -> tuple[str, str]:
-    """Read the group and the task of a damaged outcome from its session's settings. Both are empty if these are damaged, too."""
+    """Read the group and the task of a damaged outcome from its session's settings. Both are empty if the settings are damaged too."""
     row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
     try:
         config: Json = None if row is None else msgspec.json.decode(row[0])

@@ -1,8 +1,8 @@
 """Write turns to the store, immediately or in batches, depending on the durability setting.
 
-With `process` durability, each turn is written immediately in the calling task, because a commit without a sync is cheaper than a switch to
-a thread. With `disk` durability, every commit is synced. Turns that end at the same time therefore share one transaction, which runs in a
-thread. A turn with side data is always written in that thread, because its side data may be many megabytes.
+With `process` durability, each turn is written immediately in the calling task, because a commit without a sync is cheaper than switching
+to a thread. With `disk` durability, every commit is synced. Turns that end at the same time therefore share one transaction, which runs in
+a thread. A turn with side data is always written in a thread, because its side data can be many megabytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Journal:
             raise
 
     def mark_undelivered(self, session: int, node: int) -> None:
-        """Mark a stored turn as undelivered, because the agent did not get its whole reply."""
+        """Mark a stored turn as undelivered, because the agent did not receive the whole reply."""
         self._store.mark_undelivered(session, node)
 
     def add_refusal(

@@ -19,7 +19,7 @@ def open_store(
 ) -> Store:
     """Open a store for reading and writing, and create it if necessary.
 
-    With `answer_s`, queries fail if a shared store takes longer than that to answer.
+    With `answer_s`, a query to a shared store fails if it is not answered within that many seconds.
     """
     if is_database_url(data):
         return SharedStore(parse_database_url(data), answer_s=answer_s)
@@ -41,7 +41,7 @@ def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[s
     if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
         raise NoRecordings(Path(data))
     if is_database_url(data):
-        open_store_for_reading(data).close()  # raises an error if there are no tables, which would be created below
+        open_store_for_reading(data).close()  # raises an error if there are no tables; `open_store` would create them
     names = [DEFAULT_PROJECT]
     while names:
         name = names.pop(0)

@@ -1,4 +1,4 @@
-"""The outbox of a cell: the sessions that the shared store does not have yet, or not in their latest state.
+"""The outbox of a cell: the sessions whose latest state is not in the shared store yet.
 
 A session enters the outbox in the transaction that opens it, and leaves it after the shared store has committed it. Any later change, such
 as a replaced outcome, adds the session again. A session in the outbox cannot be deleted, and its events are kept.
@@ -176,7 +176,7 @@ class OutboxTable:
     def mark_announced(self, attempts: Iterable[OpenAttempt], superseded: Collection[str] = ()) -> None:
         """Record that sessions were announced to the shared store.
 
-        `superseded` contains the ids of those whose attempts are superseded there.
+        `superseded` contains the ids of the sessions whose attempts are superseded in the shared store.
         """
         keys = [attempt.key for attempt in attempts]
         with self._writing() as db:
@@ -241,7 +241,7 @@ class OutboxTable:
             db.execute("UPDATE outbox SET announced=0 WHERE due IS NULL")
 
     def mark_failed(self, row: UnshippedSession, error: str) -> None:
-        """Record why a session cannot be shipped. It stays in the outbox, and is tried again once it changes or the cell restarts."""
+        """Record why a session cannot be shipped. The session stays in the outbox, and is retried once it changes or the cell restarts."""
         with self._writing() as db:
             query = "UPDATE outbox SET error=? WHERE session=? AND revision=?"
             db.execute(query, (error, row.session, row.revision))

@@ -39,7 +39,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     task: str = ""
     attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 1
     data: Json = None  # the runner's own data
-    # Unset: no rewards of turns were given. Empty: no turn earned one. Not stored if unset, so that older outcomes keep their bytes.
+    # Unset: no turn rewards were given. Empty: no turn earned a reward. Not stored if unset, so that older outcomes keep their bytes.
     turn_rewards: tuple[TurnReward, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -64,7 +64,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise BadRequest(f"reward must be a finite number or null, not {self.reward}", param="reward")
         if self.reward is not None and self.kind in NO_REWARD:
             raise BadRequest(
-                f"reward must be null if kind is {self.kind!r}, because the agent was not graded",
+                f"reward must be null if kind is {self.kind!r}, because the agent's work was not graded",
                 param="reward",
             )
         check_turn_rewards(self.turn_rewards or (), self.reward)

@@ -1,7 +1,7 @@
 """Remove old sessions from a store, optionally after writing them to an archive.
 
 Sessions are archived in files of limited size. Once a file is complete, its sessions are removed in short transactions, so that gateways
-and cells can keep writing. After a crash, the next run does not write sessions again that the archive already contains.
+and cells can keep writing. After a crash, the next run does not rewrite sessions that the archive already contains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from turngate.store.store import Store
 
 _REMOVED_SESSIONS = 10  # per transaction
 _REMOVED_NODES = 500  # per transaction, unless a single session has more
-_PAUSE_S = 0.002  # between transactions, so that turns that wait for one can be written
+_PAUSE_S = 0.002  # between transactions, so that waiting turns can be written
 _FILE_SESSIONS = 1000
 _FILE_BYTES = 256_000_000  # no session is added to a file that has reached this size
 
@@ -127,7 +127,7 @@ class _Pruner:
             time.sleep(_PAUSE_S)
 
     def _take_chunk(self, left: deque[OldSession]) -> list[OldSession]:
-        """Take the sessions for one transaction from `left`: one, and more while their total number of nodes is small enough."""
+        """Take the sessions for one transaction from `left`: at least one, and more as long as their total number of nodes stays small."""
         candidates = list(islice(left, _REMOVED_SESSIONS))
         sizes = self._reader.retention.count_nodes([session.key for session in candidates])
         chunk: list[OldSession] = []

@@ -38,7 +38,7 @@ class QuotaTable:
         period: int = 0,
         until: float = NEVER,
     ) -> int:
-        """Resize a holder's part of a quota to `wanted`, or to what the other holders leave of `limit` if that is less. Return its size.
+        """Resize a holder's part of a quota to `wanted`, or to what other holders leave of `limit` if that is less. Return the new size.
 
         A part of a daily quota never shrinks, because it may already have been used. A part of the quota for live sessions may shrink.
         """

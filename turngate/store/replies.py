@@ -1,4 +1,4 @@
-"""The tables of stored replies. An agent may refer to a reply by its id, read it, or delete it.
+"""The tables of stored replies. An agent can refer to a reply by its id, read it, or delete it.
 
 Each reply belongs to the turn that it delivered. Deleting a reply does not change the turn.
 """
@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS reply_echoes (
     PRIMARY KEY (session, digest)
 ) WITHOUT ROWID;
 """
-# The nodes from a turn to its root. A turn may have several replies only if an older store was edited by hand.
+# The nodes from a turn to its root. A turn can have several replies only if an older store was edited by hand.
 _PATH = """
 WITH RECURSIVE path(id, parent, kind, info, messages) AS (
     SELECT id, parent, kind, info, messages FROM nodes WHERE session=? AND id=?

@@ -28,7 +28,9 @@ CREATE TABLE IF NOT EXISTS reshipped (  -- in a cell: to be shipped again; in th
 );
 """
 _HISTORY = "history"  # name of the setting
-RESHIPPED = "it was shipped again after the shared store was restored from a backup, so it may have been trained before"
+RESHIPPED = (
+    "it was shipped again after the shared store was restored from a backup, so it may have been trained on before"
+)
 _MAX_VALUES = 500  # per query
 
 
@@ -85,7 +87,7 @@ class RestoreLog:
             db.execute("DELETE FROM unconfirmed_feeds WHERE feed=?", (feed,))
 
     def filter_reshipped(self, sessions: Sequence[int]) -> set[int]:
-        """Return those of the given session keys that were shipped again after a restore."""
+        """Return the given keys whose sessions were shipped again after a restore."""
         found: set[int] = set()
         with self._reading() as db:
             for start in range(0, len(sessions), _MAX_VALUES):

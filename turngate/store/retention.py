@@ -36,7 +36,7 @@ DAMAGED = "its session record is damaged on disk"
 
 
 class OldSession(msgspec.Struct, frozen=True):
-    """The state of a session when its removal was planned. It is removed only if its state has not changed since."""
+    """The state of a session when its removal was planned. The session is removed only if this state has not changed since then."""
 
     key: int
     id: str
@@ -133,7 +133,7 @@ class Retention:
             return dict(db.execute(query, keys).fetchall())
 
     def remove(self, sessions: Sequence[OldSession]) -> Counter[str]:
-        """Remove sessions in one transaction. Keep those that are needed again or have changed, and return their number by reason."""
+        """Remove sessions in one transaction. Keep those that are needed again or have changed, and return the number kept, by reason."""
         kept: Counter[str] = Counter()
         keys = [session.key for session in sessions]
         marks = ",".join("?" * len(keys))

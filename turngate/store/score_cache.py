@@ -1,8 +1,8 @@
 """A cache of the scores that a teacher gave to recorded turns, in a SQLite file of its own next to the store.
 
 Scores can be computed again, so they are not kept in the store. Exports that compute scores therefore only read the store, and never
-compete with a gateway for its lock. A turn is identified by its own ids and those of its context, so a turn that several rows share has one
-entry. An entry belongs to a session, and is removed with it.
+compete with a gateway for the store's lock. A turn is identified by its own ids and those of its context, so a turn that several rows share
+has one entry. An entry belongs to a session, and is removed with it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def digest_turns(ids: Ids, spans: Sequence[tuple[int, int]]) -> list[bytes]:
 
 
 class ScoreCache:
-    """The cache in one file, or in memory if `path` is None. Threads may share it."""
+    """The cache in one file, or in memory if `path` is None. Threads can share it."""
 
     def __init__(self, path: Path | None, *, busy_s: float = _BUSY_S) -> None:
         self._path = path
@@ -93,7 +93,7 @@ class ScoreCache:
                 self._db.execute("PRAGMA journal_mode=WAL")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
-                raise sqlite3.DatabaseError(f"it has version {version}, but this turngate supports {_VERSION}")
+                raise sqlite3.DatabaseError(f"it has version {version}, but this turngate supports version {_VERSION}")
             self._db.executescript(_TABLES)
             self._db.execute(f"PRAGMA user_version={_VERSION}")
         except (sqlite3.Error, OSError) as error:
@@ -161,13 +161,13 @@ def _checksum(key: ScoreKey, turn: bytes, blobs: Sequence[bytes]) -> int:
 
 
 def locate_cache(data: str | Path) -> Path:
-    """Return the default file of the cache for a data folder or a shared store."""
+    """Return the default cache file for a data folder or a shared store."""
     folder = parse_database_url(str(data)).folder if is_database_url(str(data)) else Path(data)
     return folder / CACHE_FILE
 
 
 def locate_store_cache(store: Store) -> Path:
-    """Return the default file of the cache for an open store."""
+    """Return the default cache file for an open store."""
     if isinstance(store, SharedStore):
         return store.url.folder / CACHE_FILE
     assert isinstance(store.database, SqliteDatabase), "only a shared store uses another database"

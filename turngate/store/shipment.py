@@ -31,7 +31,7 @@ _SIDE_DATA = (
     f"SELECT {', '.join(SESSION_TABLES['side_data'])} FROM side_data WHERE session=? ORDER BY node, name, first"
 )
 NODE_COLUMNS = ("id", "parent", "kind", "ids", "logprobs", "info", "messages", "delivered", "checksum")
-# Python decodes each text value with a call, so the two large queries return none.
+# Python decodes each text value with a function call, so the two large queries return no text.
 _NODES = (
     "SELECT id, parent, kind IS 'sampled', ids, logprobs, info, messages, delivered, checksum FROM nodes"
     " WHERE session=? ORDER BY id"
@@ -45,7 +45,7 @@ _EVENTS = (
 
 
 class ConflictingShipment(StoreError):
-    """The shared store has a different session with the same id as a shipped one."""
+    """The shared store has a different session with the same id as a shipped session."""
 
     def __init__(self, session: str) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class RejectedShipment(StoreError):
 class VerifiedTrace(msgspec.Struct, frozen=True):
     """The nodes of a session, as stored in a cell. Their checksums are correct."""
 
-    nodes: list[Row] = []  # the columns `NODE_COLUMNS`, with 1 for the kind sampled and 0 for the kind context
+    nodes: list[Row] = []  # the columns `NODE_COLUMNS`, with the kind as 1 (sampled) or 0 (context)
     sizes: list[int] = []  # number of bytes after the session's key that each checksum covers
 
     @property
@@ -114,7 +114,7 @@ class ShipmentBatch(msgspec.Struct):
 def open_shipping_reader(store: Store) -> Store:
     """Open a cell's store for `read_shipments`.
 
-    The store's page cache is small: most pages are read only once, and reading is cheaper if it fits into the processor's cache.
+    The reader's page cache is small: most pages are read only once, and a page cache that fits into the processor's cache is faster.
     """
     reader = store.open_reader()
     with reader.database.reading() as db:
@@ -182,7 +182,7 @@ def _split(rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
 
 
 def _verify_trace(key: int, nodes: Iterable[Row]) -> VerifiedTrace:
-    """Verify the checksums of nodes. Raise `StoreError` if one is damaged."""
+    """Verify the checksums of nodes. Raise `StoreError` if a node is damaged."""
     trace, before, crc = VerifiedTrace(), len(str(key)), crc32
     for row in nodes:
         node, parent, kind, ids, logprobs, info, messages, delivered, checksum = row

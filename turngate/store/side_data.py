@@ -1,6 +1,6 @@
 """Store the side data of turns (`trace/side_data.py`) in pieces of limited size.
 
-A turn's side data may be a thousand times as large as its ids. It is written before the turn, piece by piece, so that other sessions can
+A turn's side data can be a thousand times as large as its ids. It is written before the turn, piece by piece, so that other sessions can
 write their turns in between. A crash may leave pieces of a turn that was never written. Such pieces are ignored.
 """
 
@@ -94,7 +94,7 @@ class _DamagedPiece(Exception):
 
 
 def split_array(array: SideArray, max_bytes: int) -> Iterator[SideArray]:
-    """Split an array into pieces of at most `max_bytes`. A piece has at least one token, even if that is larger."""
+    """Split an array into pieces of at most `max_bytes`. A piece covers at least one token, even if that token's data alone is larger."""
     values = array.values
     if isinstance(values, RaggedArray):
         yield from _split_lists(array.name, array.first, values, max_bytes)

@@ -38,7 +38,7 @@ class SqliteDatabase:
         self.path = folder / "turngate.db"
         self.durability = durability
         self.version = SCHEMA_VERSION
-        # If several workers share the folder, the front process has locked the folder, and each worker locks its writes instead.
+        # If several workers share the folder, the front process (their parent) has locked it, and each worker locks only its own writes.
         shared = shard.workers > 1
         self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
         self._shared = shared
@@ -94,8 +94,8 @@ class SqliteDatabase:
         if version not in READABLE_VERSIONS:
             self._db.close()
             raise ConfigError(
-                f"data: {path} has schema version {version}, but this turngate supports {READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; "
-                "use the turngate version that wrote it",
+                f"data: {path} has schema version {version}, but this turngate supports versions "
+                f"{READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; use the turngate version that wrote it",
                 param="data",
             )
         self._readers = None  # None: only one thread uses this database
@@ -114,8 +114,8 @@ class SqliteDatabase:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, *READABLE_VERSIONS):
             raise ConfigError(
-                f"data: {self.path} has schema version {version}, but this turngate supports {READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; "
-                "use the turngate version that wrote it",
+                f"data: {self.path} has schema version {version}, but this turngate supports versions "
+                f"{READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; use the turngate version that wrote it",
                 param="data",
             )
         prepare_upgrade(self._db, version)

@@ -145,7 +145,7 @@ class SessionLoading:
 class Store:
     """Sessions, their traces, and settings.
 
-    Methods block, but are short. Each method that writes uses one transaction, except `probe`, and `commit` for turns with side data.
+    Methods block, but are short. Each method that writes uses one transaction, except `probe` and, for turns with side data, `commit`.
     """
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
@@ -305,7 +305,7 @@ class Store:
             yield row
 
     def commit(self, turns: Sequence[NewTurn]) -> None:
-        """Write turns in one transaction. Their side data is written before that, in other transactions."""
+        """Write turns in one transaction. Their side data is written first, in separate transactions."""
         for turn in turns:
             if turn.side:
                 self.side_data.write(turn.session, turn.sampled.id, turn.side)
@@ -419,7 +419,7 @@ _SELECT_NODES = (
     " FROM nodes WHERE session=? AND id>=? ORDER BY id LIMIT ?"
 )
 _ALL = 2**62
-# PostgreSQL's driver fetches all rows of a query at once, so a slice must not ask for the rest of a long trace.
+# PostgreSQL's driver fetches all rows of a query at once, so `continue_loading` must not ask for the whole rest of a long trace.
 _NODES_PER_QUERY = 16
 _INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"
 _INSERT_CONTEXT = f"INSERT {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?) ON CONFLICT DO NOTHING"

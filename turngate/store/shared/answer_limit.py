@@ -1,6 +1,6 @@
 """A limit on the time that PostgreSQL may take to answer, because a query blocks the event loop or the thread that runs it.
 
-After a server has not answered in time, connecting to it fails immediately for a few seconds. Then the next call tries again.
+After a server has failed to answer in time, new connections to it fail immediately for a few seconds.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class LeasedAttempts(AttemptTable):
         if row is not None and (row[2] > 0 or not CellTable(self._writing, self._reading).take_over(row[0])):
             raise Conflict(
                 f"attempt {attempt} of rollout {rollout!r} runs on cell {row[1]}, whose lease lasts for another "
-                f"{max(row[2], 0.0):.0f} s, or longer if it is renewed; cancel its session there, or try again later"
+                f"{max(row[2], 0.0):.0f} s, or longer if it is renewed; cancel the attempt's session there, or try again later"
             )
         return super().supersede(rollout, attempt, session)
 

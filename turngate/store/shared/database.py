@@ -101,7 +101,7 @@ class SharedDatabase:
         self._reader_mutex = threading.RLock()
         self._in_snapshot = False
         self._closed = False
-        # Without read_only, the limit is set later, because upgrading the tables may take long.
+        # Without read_only, the limit is set later, because upgrading the tables can take a long time.
         self._limit = AnswerLimit(answer_s, url.name) if read_only and answer_s is not None else None
         self.others: weakref.WeakSet[SharedDatabase] = weakref.WeakSet()  # databases that `interrupt` interrupts too
         try:
@@ -144,7 +144,7 @@ class SharedDatabase:
         self._writer = self._reader = None
 
     def interrupt(self) -> None:
-        """Make all statements that other threads are running fail, and refuse any further use."""
+        """Fail all statements that other threads are running, and refuse any further use."""
         for other in list(self.others):
             other.interrupt()
         self._closed = True
@@ -177,7 +177,7 @@ class SharedDatabase:
 
     @contextmanager
     def _handling_errors(self) -> Iterator[None]:
-        """Let only one thread write at a time. If the block raises, roll back, and turn errors of PostgreSQL into `StoreError`."""
+        """Let only one thread write at a time. If the block raises, roll back, and turn PostgreSQL errors into `StoreError`."""
         if self._read_only:
             raise StoreError("the shared store was opened read-only")
         with self._mutex:
@@ -242,7 +242,7 @@ class SharedDatabase:
         return db
 
     def _roll_back(self) -> None:
-        """Roll back the transaction. If that fails, close the connection, and PostgreSQL rolls back by itself."""
+        """Roll back the transaction. If that fails, close the connection, so that PostgreSQL rolls back."""
         db = self._writer
         if db is None or db.closed:
             return
@@ -252,7 +252,7 @@ class SharedDatabase:
             db.close()
 
     def execute_read(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
-        """Run a read. If the connection was interrupted, reconnect and repeat it.
+        """Run a read. If the connection was interrupted, reconnect and repeat the read.
 
         Inside a snapshot, this raises an error instead, because the repeated read would not see the same data.
         """

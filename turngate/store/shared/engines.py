@@ -1,4 +1,4 @@
-"""The engines of all cells. Operators add, drain and remove engines at the gateway on the shared store."""
+"""The engines of all cells. Operators add, drain and remove them through the gateway on the shared store."""
 
 from __future__ import annotations
 

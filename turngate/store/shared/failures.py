@@ -1,4 +1,4 @@
-"""Describe errors of PostgreSQL in plain words, and suggest what to do."""
+"""Describe PostgreSQL errors in plain words, and suggest what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_STATE = {
     "53300": "{name} has no free connection; raise max_connections, or connect through PgBouncer",
     "55P03": "another process has held a lock in {name} for too long; try again",
     "57014": "{name} canceled a statement ({error}); try again, or raise statement_timeout on the server",
-    "57": "{name} is stopping or starting ({error}); gateways reconnect by themselves, and other commands can be repeated",
+    "57": "{name} is stopping or starting ({error}); gateways reconnect automatically; run any other command again",
 }
 # libpq reports a failed connection without a SQLSTATE.
 _BY_TEXT = (

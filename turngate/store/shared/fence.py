@@ -1,7 +1,8 @@
-"""The fence of all cells: one row with the newest change, and one row for each follower, which is a process of a cell.
+"""The fence at which the calls of all cells wait during a weight update.
 
-All times are PostgreSQL's. Each change gets the next number, its epoch. A follower first reports the newest epoch that it has carried out,
-and then reads the fence. A gateway that makes a change therefore finds every follower that has not read the change yet.
+The table `fence` has one row with the newest change. `fence_followers` has one row for each follower, which is a process of a cell. All
+times are from PostgreSQL's clock. Each change gets the next number, its epoch. A follower first reports the newest epoch that it has
+carried out, and then reads the fence. A gateway that makes a change therefore finds every follower that has not read the change yet.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NOW = "(EXTRACT(EPOCH FROM clock_timestamp())::float8)"
 
 
 class SharedFence(msgspec.Struct, frozen=True):
-    """The newest change of the fence."""
+    """The newest change to the fence."""
 
     epoch: int = 0
     stage: FenceStage = "open"
@@ -70,7 +71,7 @@ class FenceTable:
         return SharedFence() if row is None else SharedFence(*row)
 
     def write(self, stage: FenceStage, version: int, model: str, weights: str) -> int:
-        """Write a change of the fence, and return its epoch."""
+        """Write a change to the fence, and return its epoch."""
         query = (
             "INSERT INTO fence (row, epoch, stage, version, model, weights) VALUES (1,1,?,?,?,?)"
             " ON CONFLICT (row) DO UPDATE SET epoch=fence.epoch+1, stage=excluded.stage, version=excluded.version,"
@@ -94,7 +95,7 @@ class FenceTable:
         return self.read()
 
     def list_calls(self, follower: str, age: float) -> list[str]:
-        """Return the calls that other followers reported. Skip each report that is older than `age` times its own follower's ttl."""
+        """Return the calls that other followers reported. Skip each report that is older than `age` times its follower's ttl."""
         query = f"SELECT calls FROM fence_followers WHERE id<>? AND calls<>'' AND {_NOW} < seen + ttl * ? ORDER BY id"
         with self._reading() as db:
             return [calls for (calls,) in db.execute(query, (follower, age)).fetchall()]
@@ -111,6 +112,6 @@ class FenceTable:
         return [FenceFollowerRow(*row) for row in rows]
 
     def prune(self, age_s: float) -> None:
-        """Remove followers whose reports expired more than `age_s` seconds ago. One that is still alive reports again before it serves."""
+        """Remove followers whose reports expired more than `age_s` seconds ago. A live follower reports again before it serves."""
         with self._writing() as db:
             db.execute(f"DELETE FROM fence_followers WHERE seen + ttl < {_NOW} - ?", (age_s,))

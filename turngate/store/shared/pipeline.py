@@ -101,7 +101,7 @@ class PipelinedConnection:
             self.execute(query, [list(column) for column in zip(*rows, strict=True)])
 
     def copy_encoded(self, table: str, columns: Sequence[str], data: Iterable[bytes | bytearray]) -> None:
-        """Insert rows that are already encoded in PostgreSQL's binary format (`binary_format.py`), with COPY."""
+        """Use COPY to insert rows that are already encoded in PostgreSQL's binary format (`binary_format.py`)."""
         self.flush()
         libpq = self._libpq
         libpq.send_query(f"COPY {table} ({', '.join(columns)}) FROM STDIN (FORMAT BINARY)".encode())

@@ -149,7 +149,7 @@ def find_silent(db: StoreConnection, before: float) -> list[str]:
 
 
 def find_gateway_events(db: StoreConnection, after: int, last: int) -> list[RawEvent]:
-    """Return the deliveries and the changes of the fence among the events numbered from `after` + 1 to `last`."""
+    """Return the delivery and fence events numbered from `after` + 1 to `last`."""
     query = (
         "SELECT seq, time, session, kind, data FROM events WHERE seq>? AND seq<=? AND session=''"
         " AND kind IN ('fence', 'delivery') ORDER BY seq"

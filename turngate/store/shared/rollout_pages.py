@@ -47,7 +47,7 @@ _NEVER_NULL = ("opened", "seen", "turns", "sampled_tokens", "latest", "team", "r
 
 
 class ListFilter(msgspec.Struct, frozen=True):
-    """A filter of a list: the accepted values of each column, and a text to search for. An empty filter matches all rows."""
+    """A filter for a list: the accepted values of each column, and a text to search for. An empty filter matches all rows."""
 
     values: Mapping[str, Sequence[str]] = {}
     text: str = ""
@@ -163,7 +163,7 @@ class RolloutPages:
         return self._rollouts(f"SELECT {COLUMNS} FROM rollout_list WHERE id=ANY(?)", (list(ids),))
 
     def last_attempt(self, name: str) -> int:
-        """Return the number of the highest attempt at a rollout in the list, or 0."""
+        """Return the highest attempt number of a rollout in the list, or 0."""
         return int(self._one("SELECT coalesce(max(attempt), 0) FROM rollout_list WHERE name=?", (name,))[0])
 
     def find_changed(self, after: int, last: int, limit: int) -> list[str]:
@@ -181,7 +181,7 @@ class RolloutPages:
     # ── groups ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def groups(self, filter: ListFilter, sort: str, *, descending: bool, offset: int, limit: int) -> list[bytes]:
-        """Return the JSON summaries of one page of the groups that match."""
+        """Return the JSON summaries of one page of the matching groups."""
         where, values = filter.conditions()
         order = _order(GROUP_SORTS[sort], "team", descending=descending)
         query = f"SELECT summary FROM group_list {where} ORDER BY {order} LIMIT ? OFFSET ?"

@@ -112,7 +112,7 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class _Writing(msgspec.Struct, frozen=True):
-    """The shipments that one transaction writes, and those of their sessions that the shared store already has."""
+    """The shipments that one transaction writes, and what the shared store already has of their sessions."""
 
     shipments: Sequence[Shipment]
     known: dict[str, _Known]
@@ -268,7 +268,7 @@ class ShipmentWriter:
         old = {s.id for s in shipments if s.id in known and known[s.id].newest > s.newest_event}
         if old:
             log.warning(
-                "ignoring shipped sessions of which the shared store has a newer state (sessions: %d, such as %s); "
+                "ignoring shipped sessions that are out of date (sessions: %d, such as %s): the shared store has newer states; "
                 "check whether their cell is running on an old copy of its folder",
                 len(old),
                 min(old),
@@ -389,7 +389,7 @@ class _AttemptNames:
 
 
 def _is_replaced(rollout: str, attempt: int, others: Sequence[tuple[str, int, str]]) -> bool:
-    """Return whether `others`, attempts that are not superseded, include a later or a settled attempt at the same rollout."""
+    """Return whether `others` includes a later or a settled attempt at the same rollout. None of `others` is superseded."""
     return any(
         name == rollout and other != attempt and (other > attempt or state == "settled")
         for name, other, state in others
@@ -447,7 +447,7 @@ def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, byte
 
 
 def copy_settings(store: SharedStore, settings: dict[str, Any]) -> None:
-    """Add a cell's settings that name tokenizers and renderers to the shared store. Existing ones are kept."""
+    """Copy the settings that name tokenizers and renderers from a cell to the shared store. Existing settings are kept."""
     with store.database.writing() as db:
         for name, value in sorted(settings.items()):
             db.execute("INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO NOTHING", (name, value))

@@ -1,4 +1,4 @@
-"""The store of many machines: a `Store` that uses PostgreSQL instead of SQLite."""
+"""The store that many machines share: a `Store` that uses PostgreSQL instead of SQLite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READER_PATIENCE = 6  # a reader blocks only its own thread, so it may wait this
 
 
 class SharedStore(Store):
-    """A store in PostgreSQL. Several processes on several machines may read and write it at the same time."""
+    """A store in PostgreSQL. Processes on several machines can read and write it at the same time."""
 
     database: SharedDatabase
 
@@ -34,7 +34,7 @@ class SharedStore(Store):
     def open_again(self, *, read_only: bool = False) -> SharedStore:
         """Open the same store with new connections. Interrupting this store also interrupts the new one.
 
-        If this store limits the time to answer, a new read-only store does so too, with a longer limit. Otherwise, there is no limit.
+        If this store limits answer times, a new read-only store does too, with a longer limit. A new writable store has no limit.
         """
         limit_s = self._answer_s * _READER_PATIENCE if read_only and self._answer_s is not None else None
         try:

@@ -30,7 +30,7 @@ CREATE FUNCTION next_event() RETURNS BIGINT LANGUAGE sql VOLATILE AS
 ALTER TABLE events ALTER seq DROP IDENTITY;
 ALTER TABLE events ALTER seq SET DEFAULT next_event();
 """
-# The data of an event is JSON. Damaged data becomes NULL, so it does not fail the query.
+# The data of an event is JSON. Damaged data becomes NULL, so it does not make the query fail.
 _EVENT_JSON = """
 CREATE FUNCTION event_json(data BYTEA) RETURNS JSON LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
 BEGIN
@@ -87,7 +87,7 @@ def prepare(db: Connection, where: str, schema: str = "") -> None:
 def _refuse_deleted(db: Connection, schema: str) -> None:
     """Raise `ConfigError` if the project was deleted.
 
-    Without this check, a gateway that does not know yet about the deletion could create the project's tables again.
+    Without this check, a gateway that does not yet know about the deletion could create the project's tables again.
     """
     project = schema.removeprefix("project_")
     if db.execute("SELECT 1 FROM settings WHERE name=%s", (f"{DELETED}{project}",)).fetchone() is not None:
@@ -95,7 +95,7 @@ def _refuse_deleted(db: Connection, schema: str) -> None:
 
 
 def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:
-    """Create or migrate the tables of the current schema. `own_tables` is SQL that creates those that differ between schemas."""
+    """Create or migrate the tables of the current schema. `own_tables` is SQL that creates the tables that differ between schemas."""
     version = read_version(db)
     check_version(version, where)
     if version == SHARED_VERSION:
@@ -131,7 +131,7 @@ def read_version(db: Connection) -> int:
 def check_version(version: int, where: str) -> None:
     if version > SHARED_VERSION:
         raise ConfigError(
-            f"data: the shared store {where} has version {version}, but this turngate supports {SHARED_VERSION}; "
+            f"data: the shared store {where} has version {version}, but this turngate supports version {SHARED_VERSION}; "
             "use the turngate version that wrote it, or a newer one",
             param="data",
         )

@@ -1,6 +1,6 @@
 """Totals of events, kept up to date by triggers, so that listings need not read millions of events.
 
-Triggers run only in transactions that have locked the event counter, so they cannot deadlock.
+A trigger changes the totals only after its transaction has locked the event counter, so triggers cannot deadlock.
 """
 
 from __future__ import annotations
