@@ -131,7 +131,7 @@ async def test_reader_is_warned_of_groups_of_other_size(
         small = await Feed.open(t.client, "small", FeedConfig(n=2, from_start=True))
         assert [d is not None and len(d.rollouts) for d in (await small.next(5), await small.next(5))] == [2, 2]
         assert caplog.messages == [
-            "feed small: group batch.task is split into several deliveries; if the groups of the batch are larger than 2, "
+            "feed small: group batch.task is split into several deliveries; if the batch's groups are larger than 2, "
             "set the feed's n to the batch's --n"
         ]
         for _ in range(4):

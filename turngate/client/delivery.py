@@ -100,7 +100,7 @@ class DeliveredTree(msgspec.Struct, frozen=True, eq=False):
 
 
 class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One rollout in a delivery. It has rows only if it is trained, and if the delivery has no trees."""
+    """One rollout in a delivery. It has rows only if it is trained on and the delivery has no trees."""
 
     session: str
     task: str
@@ -108,8 +108,8 @@ class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     kind: OutcomeClass
     reward: float | None
     resolved: bool | None
-    advantage: float | None  # None: not trained
-    excluded: str  # why the rollout is not trained; empty if it is
+    advantage: float | None  # None: not trained on
+    excluded: str  # why the rollout is not trained on; empty if it is
     truncated: bool  # a limit or a timeout ended the rollout
     timed_out: bool
     rows: tuple[Row, ...]
@@ -132,7 +132,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     trees: tuple[DeliveredTree, ...] = ()
 
     def rows(self) -> list[Row]:
-        """Return the rows of all trained rollouts. Rows of trees are copied, in the order of the trees."""
+        """Return all rows of the delivery. Rows of trees are copied, in the order of the trees."""
         rows = [row for rolled in self.rollouts for row in rolled.rows]
         return rows + [row for tree in self.trees for row in tree.rebuild_rows()]
 

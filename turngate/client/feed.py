@@ -84,7 +84,7 @@ class DeliveryTeacher(Protocol):
 
 
 class Feed(AbstractAsyncContextManager["Feed"]):
-    """An async iterable over deliveries. It waits for new ones until it is closed.
+    """An async iterable of deliveries. It waits for new ones until it is closed.
 
     Create it with `Feed.open`, and use it from one task at a time.
     """
@@ -204,7 +204,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     async def report_mismatch(
         self, number: int, version: int, rows: Sequence[Row], logprobs: Sequence[np.ndarray]
     ) -> tuple[MismatchAlarm, ...]:
-        """Report the log-probabilities that the trainer computed, and return the alarms that they cause.
+        """Report the log-probabilities that the trainer computed, and return the resulting alarms.
 
         `logprobs` contains one array for each row, with one value for each trained token (where `row.mask` is set). Compute the values
         with the weights of policy version `version`, before the update. `number` is the last delivery of the update. Only statistics

@@ -62,7 +62,7 @@ class FeedClient(GatewayTransport):
     ) -> DeliveryPage:
         """Return the deliveries after a number (default: the last committed one), oldest first.
 
-        Wait up to `wait` seconds for the first one.
+        Wait up to `wait` seconds for the first delivery.
         """
         path = f"{_feed_path(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
         start = ("" if after is None else f"&after={after}") + ("" if form == "rows" else f"&form={form}")
@@ -75,7 +75,7 @@ class FeedClient(GatewayTransport):
         return (await self._request("POST", f"{_feed_path(name)}/commit", FeedView, body)).committed
 
     async def report_mismatch(self, name: str, report: MismatchReport) -> tuple[MismatchAlarm, ...]:
-        """Report how a trainer's log-probabilities differ from the recorded ones. Return the alarms that this causes."""
+        """Report how a trainer's log-probabilities differ from the recorded ones. Return the resulting alarms."""
         path = f"{_feed_path(name)}/mismatch"
         return (await self._request("POST", path, MismatchReply, msgspec.to_builtins(report))).alarms
 

@@ -1,4 +1,4 @@
-"""Gate client, with which a trainer in another process takes model calls and answers them over HTTP.
+"""Gate client: lets a trainer in another process take model calls and answer them over HTTP.
 
     async with GatewayClient(url, key) as client, RemoteGate(client) as gate:
         async for call in gate:

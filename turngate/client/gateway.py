@@ -94,7 +94,7 @@ class GatewayClient(FeedClient):
         return await self._request("POST", "/admin/weights", FenceView, body, within=limit)
 
     async def engines(self) -> EnginesView:
-        """Return the engines of the gateway and their load. With the key of a project, `engines` is empty."""
+        """Return the engines of the gateway and their load. With a project key, `engines` is empty."""
         return await self._request("GET", "/admin/engines", EnginesView)
 
     async def models(self) -> list[str]:
@@ -102,7 +102,7 @@ class GatewayClient(FeedClient):
         return [model.id for model in (await self._request("GET", "/v1/models", ModelList)).data]
 
     async def sessions(self, status: Literal["", "open", "sealed", "cancelled"] = "") -> list[str]:
-        """Return the ids of up to 1000 sessions, newest first: of all sessions, or of those with the given status."""
+        """Return the ids of up to 1000 sessions, newest first. With `status`, return only sessions with that status."""
         path = "/admin/sessions?limit=1000" + (f"&status={status}" if status else "")
         return [session.id for session in (await self._request("GET", path, SessionList)).sessions]
 
@@ -178,7 +178,7 @@ class GatewayClient(FeedClient):
     async def events(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent, None]:
-        """Yield the events of one session, or of all sessions if `session` is empty.
+        """Yield the events of one session. If `session` is empty, yield the events of all sessions and of the gateway.
 
         `after` is the `seq` of the last event that the caller has read, or 0 to start at the beginning. The stream survives gateway
         restarts without losing or repeating an event. It ends without an error if the gateway does not know the session or does not accept

@@ -1,4 +1,4 @@
-"""Report what a feed is waiting for, and warn if the batch makes groups of a different size than the feed expects."""
+"""Report what a feed is waiting for, and warn if the batch's groups have a different size than the feed expects."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class GroupSizeWatch:
         if group and group in self._delivered and not self._has_warned_of_split:
             self._has_warned_of_split = True
             log.warning(
-                "feed %s: group %s is split into several deliveries; if the groups of the batch are larger than %d, %s",
+                "feed %s: group %s is split into several deliveries; if the batch's groups are larger than %d, %s",
                 *(self._feed, group, self._n, _FIX),
             )
         elif group and rollouts < self._n and group not in self._delivered and rollouts not in self._small_sizes:
             self._small_sizes.add(rollouts)
             log.warning(
                 "feed %s: group %s was closed with %d of %d rollouts; rollouts that failed because of the infrastructure are left out; "
-                "if the batch makes smaller groups, %s",
+                "if the batch's groups are smaller, %s",
                 *(self._feed, group, rollouts, self._n, _FIX),
             )
         self._delivered.append(group)
@@ -71,7 +71,7 @@ class GroupSizeWatch:
         if groups and groups == self._last_seen:
             log.warning(
                 "feed %s: no delivery for %.0f s: %s; a group is delivered when its size reaches %d, or when its batch closes it; if the "
-                "batch makes smaller groups, %s",
+                "batch's groups are smaller, %s",
                 *(self._feed, waited_s, self._describe(groups), self._n, _FIX),
             )
         self._last_seen = groups

@@ -215,7 +215,7 @@ class TraceTurn(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="
 
     id: int
     parent: int
-    role: str  # a `TurnRole`; a newer gateway may send others, here and in `finish` and `capture`
+    role: str  # a `TurnRole`; a newer gateway may send other values, here and in `finish` and `capture`
     evidence: str = ""  # what decided the role, such as `signal: header:x-kind: title`
     ids: Ids
     logprobs: Logprobs | None  # NaN for tokens without a log-probability
@@ -378,7 +378,7 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     n: Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # a group is complete once this many rollouts have an outcome
     advantage: Choice = "normalised"
     max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None  # in policy versions; None: no limit
-    on_truncated: CutPolicy = "train"  # for rollouts that a limit ended; mask: in the baseline, but not trained
+    on_truncated: CutPolicy = "train"  # for rollouts that a limit ended; mask: in the baseline, but not trained on
     on_timeout: CutPolicy = "train"  # for rollouts that timed out
     groups: str = ""  # only groups whose names start with this prefix
     from_start: bool = False  # include rollouts recorded before the feed was created
@@ -432,9 +432,8 @@ class WireRow(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: float
     side: tuple[WireColumn, ...] = ()
     turn_rewards: tuple[RowReward, ...] = ()
-    turn_advantages: tuple[
-        float | None, ...
-    ] = ()  # one per span; empty if they were not requested or could not be computed
+    # One per span. Empty if they were not requested or could not be computed.
+    turn_advantages: tuple[float | None, ...] = ()
 
 
 class WireSegment(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -484,9 +483,8 @@ class WireRollout(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int
     data: bytes  # JSON
     rows: tuple[WireRow, ...]
-    uncredited: str | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # why the rows have no turn advantages, although they were requested
+    # Why the rows have no turn advantages, although they were requested.
+    uncredited: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class WireDelivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -517,9 +515,9 @@ class MismatchReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     reader: str  # the token of the feed's reader
     number: Annotated[int, msgspec.Meta(ge=1, le=2**62)]  # the last delivery of the update
-    version: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # of the weights with which the trainer computed them
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # of the weights with which the trainer computed its values
     lags: tuple[LagMismatch, ...]
-    id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # a report repeated with its id is counted once
+    id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # a report sent again with the same id is counted once
 
 
 class MismatchReply(msgspec.Struct, frozen=True):

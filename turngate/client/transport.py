@@ -23,7 +23,7 @@ from turngate.types import Json, decode_array
 T = TypeVar("T")
 _LIMIT = aiohttp.ClientTimeout(total=60)
 _PROXY_STATUSES = (502, 503, 504)  # statuses that a proxy returns while it cannot reach the gateway
-_REPLY_LOST_STATUSES = (502, 504)  # of these, those that it also returns if it has sent the request, but got no reply
+_REPLY_LOST_STATUSES = (502, 504)  # a proxy also returns these if it sent the request but got no reply
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
