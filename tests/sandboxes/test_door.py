@@ -180,7 +180,9 @@ async def test_too_long_socket_path_error_names_tmpdir() -> None:
         async with door.open_door("http://127.0.0.1:9", folder=fits) as opened_door:
             assert opened_door.socket is not None and opened_door.socket.is_socket()
         (long := Path(short, "é" * (room // 2 + 1))).mkdir()  # the limit is in bytes
-        with pytest.raises(SandboxUnavailable, match=r"TMPDIR: .* may have at most 107; set TMPDIR to a folder"):
+        with pytest.raises(
+            SandboxUnavailable, match=r"TMPDIR: .* the limit for a unix socket path is 107; set TMPDIR to a folder"
+        ):
             async with door.open_door("http://127.0.0.1:9", folder=long):
                 pass
 

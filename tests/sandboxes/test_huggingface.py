@@ -86,4 +86,4 @@ async def test_open_network_is_logged_once(remote: Remote, caplog: pytest.LogCap
     backend = remote.make()
     for _ in range(2):
         await (await backend.create(SandboxSpec(network="none"))).stop()
-    assert caplog.text.count("cannot close the network") == 1
+    assert caplog.text.count("cannot block network access") == 1

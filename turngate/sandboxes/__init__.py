@@ -16,7 +16,7 @@ from turngate.sandboxes.base import NO_SETTINGS, Backend
 if TYPE_CHECKING:
     from turngate.types import Json
 
-# Module and class of each backend. They are imported on demand, because the remote backends need optional SDKs.
+# Module and class of each backend. Modules are imported on demand, because the remote backends need optional SDKs.
 BACKENDS: dict[str, tuple[str, str]] = {
     "local": ("turngate.sandboxes.local", "LocalBackend"),
     "bubblewrap": ("turngate.sandboxes.bubblewrap", "BubblewrapBackend"),

@@ -22,7 +22,7 @@ MAX_ENTRIES = 1_000_000
 MAX_HEADER_BYTES = 1_000_000  # of an extended header, such as a long name
 MAX_LINK_BYTES = 4096  # of a link's target; the maximum on Linux
 MAX_PATH_BYTES = 3000  # a longer path could not be packed again, here or in a sandbox
-MAX_DEPTH = 200  # of nested folders; real work has fewer, and deeper trees take very long to walk
+MAX_DEPTH = 200  # of nested folders; real work is shallower, and deeper trees take very long to walk
 CHUNK_BYTES = 1 << 16
 TIMEOUT_S = 600.0
 MAX_NAMED = 20  # how many skipped files are named; the others are only counted
@@ -281,7 +281,7 @@ def _write_file(root: int, path: list[str], content: IO[bytes], mode: int, check
 
 
 def write_sparse(file: IO[bytes], data: bytes) -> None:
-    """Append data to a file, but leave a hole if it is all zeros, so that an agent's sparse file does not become a large one here.
+    """Append data to a file, but leave a hole if the data is all zeros, so that an agent's sparse file does not become a large one here.
 
     After the last call, the caller must truncate the file at its current position.
     """

@@ -124,7 +124,7 @@ class Sandbox(Protocol):
     def disk_error(self) -> SandboxError | None:
         """The error that explains why the sandbox's commands were killed for lack of disk space, or None if they were not.
 
-        It is `SandboxTooLarge` if the sandbox used too much disk space, and another `SandboxError` if the machine's disk was nearly full.
+        It is `SandboxTooLarge` if the sandbox used too much disk space, and a plain `SandboxError` if the machine's disk was nearly full.
         """
 
     async def exec(
@@ -138,7 +138,7 @@ class Sandbox(Protocol):
         keep: int | None = None,
         leave: bool = True,
     ) -> ExecResult:
-        """Run a command to its end. After `timeout_s`, it is killed with all its children, and the result contains the output so far.
+        """Run a command to its end. After `timeout_s`, kill the command and all its children, and return the output so far.
 
         `keep` limits stdout and stderr to this many bytes each, half from the beginning and half from the end. Without `keep`, excessive
         output is an error. If `leave` is false, processes that the command left running are killed before this returns.

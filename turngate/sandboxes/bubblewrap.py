@@ -67,7 +67,7 @@ ETC_ONLINE = ("hosts", "resolv.conf")  # only with the host's network
 
 
 class BubblewrapBackend:
-    """Creates bubblewrap sandboxes. `root` has the same meaning as for `LocalBackend`."""
+    """Creates bubblewrap sandboxes. `root` has the same meaning as in `LocalBackend`."""
 
     name = KIND
     relocates = True
@@ -155,7 +155,7 @@ class BubblewrapBackend:
         return await find_server(key, preload, Path(source), lambda program: self._prepare_server(program, spec))
 
     def _prepare_server(self, preload: Preload, spec: SandboxSpec) -> ServerProcess:
-        """Plan a fork server in its own sandbox, without a network, other processes or data of a rollout.
+        """Plan a fork server in its own sandbox, without a network, other processes or a rollout's data.
 
         The server must be in the host's process namespace, because otherwise it could not enter the process namespace of a sandbox. It sees
         no processes, because it has no /proc. It has no privileges, but may enter sandboxes, because they are created below its user

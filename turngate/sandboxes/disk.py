@@ -28,7 +28,7 @@ DEFAULT_DISK_MB = 16_384
 # The minimum size counted for a file or folder: ext4 has one inode per 16 KB, and inodes can run out, too.
 ENTRY_BYTES = 16_384
 SHM_BYTES = 1 << 30  # size of /dev/shm, which is in memory
-RESERVE_BYTES = 1 << 30  # if less is free on the machine, sandboxes that use more than this are stopped
+RESERVE_BYTES = 1 << 30  # if less is free on the machine, the commands of sandboxes that use more than this are killed
 CHECK_S = 1.0
 # The longest time between two measurements. Free space alone is not enough: other programs may free as much as the sandbox uses.
 MEASURE_S = 60.0
@@ -56,7 +56,7 @@ class FreeSpace(msgspec.Struct, frozen=True):
 class DiskWatch:
     """Measures one sandbox. Calls `on_exceeded` with an error if the sandbox uses more than `limit` bytes.
 
-    If the machine's disk is nearly full, more than `RESERVE_BYTES` is already too much. `folder` is on the file system that the sandbox
+    If the machine's disk is nearly full, the limit is at most `RESERVE_BYTES`. `folder` is on the file system that the sandbox
     uses. After each call of `on_exceeded`, the sandbox may use another `limit` bytes, because its files are still there.
     """
 

@@ -45,9 +45,10 @@ BUILD_LABEL = "turngate.build"  # on images that we built from a Dockerfile
 JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a command starts
 OOM_SCORE = 500  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
 KILL_TIMEOUT_S = 15.0
-END_CHECK_S = 60.0  # time between checks whether Docker has failed to report the end of a command
+END_CHECK_S = 60.0  # how often to check whether Docker has failed to report the end of a command
 END_GRACE_S = 10.0  # how long Docker may take to report it
-SPARE_PIDS = 64  # additional processes, for killing others in a container that has reached its process limit
+# How much to raise the process limit of a container that has reached it, so that its processes can be killed.
+SPARE_PIDS = 64
 # Longer values, in bytes, are not passed in an --env-file, because docker limits the length of its lines.
 MAX_ENV_LINE = 30_000
 CLI_VARIABLES = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command itself reads
@@ -173,7 +174,7 @@ class DockerSandbox(PosixSandbox):
         return int(found[0]) + await asyncio.to_thread(disk.measure_deleted_files, int(found[1]))
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Kill all commands except the relay, because of the disk space error `error`."""
+        """Record `error`, which explains the lack of disk space, and kill all commands except the relay."""
         self.disk_error = error
         for job in [job for job in self._jobs if not job.standalone]:
             await job.kill(grace_s=0)
@@ -249,8 +250,8 @@ class DockerSandbox(PosixSandbox):
     async def has_unreported_end(self) -> bool:
         """Return whether a command has ended, but its `docker exec` was not notified and would wait forever.
 
-        Docker misses the end of a command if containerd is restarting at that moment. The processes are counted outside of the container,
-        where an agent cannot forge them. If that is not possible, return False.
+        Docker misses the end of a command if containerd is restarting at that moment. The processes are counted outside the container,
+        where an agent cannot falsify the count. If they cannot be counted, return False.
         """
         since = time.monotonic() - END_CHECK_S
         jobs = [job for job in self._jobs if job.is_running and job.started_at < since]
@@ -370,8 +371,8 @@ class DockerJob:
 class DockerBackend:
     """Creates Docker sandboxes.
 
-    `root` is the parent folder of the sandboxes' socket folders, as for `LocalBackend`. `image` is the default image. If it is empty, the
-    default is our own base image if it was built on this machine, and a public image otherwise.
+    `root` has the same meaning as in `LocalBackend`. `image` is the default image. If `image` is empty, our own base image is the default
+    if it was built on this machine, and a public image otherwise.
     """
 
     name = KIND
@@ -533,7 +534,8 @@ async def _build_image(folder: Path) -> str:
     tag = f"turngate-build:{await asyncio.to_thread(_digest_folder, folder)}"
     code, _, _ = await try_docker("image", "inspect", tag)
     if code:
-        # A failed build leaves nothing behind. The image has no owner label, because containers would inherit it and `sweep` reads it.
+        # A failed build leaves nothing behind. The image has no owner label: every container started from it would inherit the label, and
+        # `sweep` could remove the container.
         command = ("build", "--quiet", "--force-rm", "--label", f"{BUILD_LABEL}=1", "--tag", tag, str(folder))
         code, out, stderr = await try_docker(*command, timeout_s=3600)
         if code:

@@ -43,8 +43,8 @@ MODEL_CALLS: tuple[tuple[str, str], ...] = (
 TOOL_CALLS: tuple[tuple[str, str], ...] = (("GET", "/v1/tools"), ("POST", "/v1/tools/*"))
 SEGMENT = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # never ".."
 MODEL_NAME = rf"{SEGMENT}(?:/{SEGMENT})*"  # replaces `*`
-GATEWAY_HEADER = f"{relay.GATEWAY_HEADER}: 1"  # tells the relay that this is not the reply of a dead tunnel
-# Limits on the memory that an agent can make the host use, even without a key. A relay retries requests refused because of them.
+GATEWAY_HEADER = f"{relay.GATEWAY_HEADER}: 1"  # tells the relay that the reply does not come from a dead tunnel
+# Limits on the memory that an agent can make the host use, even without a key. A relay retries requests that exceed the first two.
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 256 * 1024 * 1024  # all request bodies together
 STALL_S = 60.0  # the longest silence within a request
@@ -125,7 +125,7 @@ def _check_socket_path(path: Path) -> Path:
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH:
         raise SandboxUnavailable(
-            f"TMPDIR: the sandbox's socket path {path} is {size} bytes long, but a unix socket path may have at most "
+            f"TMPDIR: the sandbox's socket path {path} is {size} bytes long, but the limit for a unix socket path is "
             f"{MAX_SOCKET_PATH}; set TMPDIR to a folder with a shorter path, such as /tmp"
         )
     return path

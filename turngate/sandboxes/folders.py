@@ -76,7 +76,7 @@ def _sweep_folders(root: Path, kind: str) -> int:
 def _is_abandoned(unfinished: Path) -> bool:
     """Return whether an unfinished folder will never be completed.
 
-    Older versions of Turngate did not put the owner into the name; such a folder counts as abandoned once it is old enough.
+    Older versions of Turngate did not put the owner into the name. A folder without an owner counts as abandoned after `STALE_S` seconds.
     """
     _, _, owner_name = unfinished.name.partition(" ")
     if owner_name:

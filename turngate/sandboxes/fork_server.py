@@ -3,11 +3,12 @@
 `warm_start.py` runs it as `python fork_server.py FD`, with the agent's Python. FD is one end of a socket pair. The first message says what
 to import. The server refuses to serve if an import has an effect that forked processes would share or lack: threads, open files, signal
 handlers, child processes, output, files, or stored paths of the server's own HOME, TMPDIR and working folder. It reports which environment
-variables the imports have read, so that only processes with the same values are forked. Then it forks on request:
+variables the imports have read, so that only processes with the same values are forked. Then it forks on request
+(`supervisor.py` explains supervisors and guards):
 
 - {"do": "supervise"}: another supervisor for a local sandbox; its guards can run the agent without an exec
 - {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox; the sandbox's supervisor becomes its parent
-- {"do": "hold"}: no process; until the other end of the passed descriptor closes, the server does not exit when it is idle
+- {"do": "hold"}: no process; the server does not exit, even if it is idle, until the other end of the passed descriptor closes
 
 The server itself never reads which command to run; only the forked processes do. It exits when the other end of FD closes, or when it has
 been idle for too long.
@@ -51,11 +52,11 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class State:
-    """Data of the server that its forked processes need."""
+    """Server data that the forked processes need."""
 
     supervisor: Any = None  # the module supervisor.py
     control: Optional[socket.socket] = None
-    limits: Tuple[int, int] = (0, 0)  # limits on data before the server lowered its own
+    limits: Tuple[int, int] = (0, 0)  # the original RLIMIT_DATA, before the server lowered it
     writes: Dict[str, Optional[str]] = {}
     relocated: List[Tuple[Any, str, str, str]] = []
 
@@ -164,7 +165,7 @@ def _find_files(scratch: str) -> List[str]:
 
 
 def _forget_folders() -> None:
-    """Reset modules of the standard library that have cached HOME or TMPDIR, so that they look them up again."""
+    """Reset standard library modules that have cached HOME or TMPDIR, so that they read the variables again."""
     for module, values in (
         ("tempfile", {"tempdir": None, "_name_sequence": None}),
         ("sysconfig", {"_CONFIG_VARS": None, "_CONFIG_VARS_INITIALIZED": False}),
@@ -212,7 +213,7 @@ def _trace_in(item: Any, scratch: str, raw: bytes) -> Optional[str]:
         return item if scratch in item else None
     if kind is bytes:
         return os.fsdecode(item) if raw in item else None
-    if kind in (tuple, dict) and not gc.is_tracked(item):  # not among the objects of the garbage collector
+    if kind in (tuple, dict) and not gc.is_tracked(item):  # `gc.get_objects` does not return it
         values = [*item, *item.values()] if kind is dict else item
         return next((found for value in values if (found := _trace_in(value, scratch, raw)) is not None), None)
     return None
@@ -306,7 +307,8 @@ def _become_guard(handshake: socket.socket, sandbox: int, *fds: int) -> None:
     """Enter the namespaces of a sandbox, become a child of its first process, and guard one command."""
     _check(LIBC.setns(sandbox, NAMESPACES), "setns")
     os.close(sandbox)
-    inside = os.fork()  # only the children of this process have a parent inside the namespace
+    # The new process is inside the namespace, but its parent is not. Its own children have a parent inside.
+    inside = os.fork()
     if inside:
         os.waitpid(inside, 0)
         os._exit(0)
@@ -410,7 +412,7 @@ def replace_environment(env: Dict[str, str]) -> None:
 
 
 def describe_process(argv: List[str], env: Dict[str, str]) -> None:
-    """Make /proc show these arguments and variables, as after an exec. Turngate finds a sandbox's processes by their variables."""
+    """Make /proc show these arguments and variables, as it would after an exec. Turngate finds a sandbox's processes by the variables."""
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
     LIBC.malloc.restype, LIBC.sbrk.restype = ctypes.c_void_p, ctypes.c_void_p

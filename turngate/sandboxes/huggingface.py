@@ -109,7 +109,7 @@ class HuggingFaceBackend:
             )
         if spec.network == "none" and not self._warned:
             self._warned = True
-            log.warning("Hugging Face sandboxes cannot close the network: agents in them can reach the internet")
+            log.warning("Hugging Face sandboxes cannot block network access: agents in them can reach the internet")
         if spec.resources != Resources():
             log.warning("the requested resources are not applied: a Hugging Face sandbox has the size of its flavor")
         namespace = await self._resolve_namespace(api)
@@ -328,7 +328,7 @@ def _map_errors(action: str) -> Iterator[None]:
             case _:
                 kind = RequestLost
         if kind is SandboxUnavailable:
-            message += "; check HF_TOKEN, and the rights and credit of its account"
+            message += "; check HF_TOKEN and its account's permissions and credit"
         raise kind(message) from None
 
 

@@ -245,7 +245,7 @@ async def unpack_in_thread(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
 
 
 class CapturedOutput:
-    """The output of a command, read from a pipe. More than `limit` bytes are an error, unless `cut` is set, which discards the excess."""
+    """A command's output, read from a pipe. Output longer than `limit` bytes is truncated if `cut` is set, and is an error otherwise."""
 
     def __init__(self, into: IO[bytes] | None = None, limit: int = OUTPUT_LIMIT, *, cut: bool = False) -> None:
         self._read_end, self.write_end = os.pipe()

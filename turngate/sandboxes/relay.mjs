@@ -238,7 +238,7 @@ function replyHead(reply, connection) {
 // ---- the command ----
 
 function serve() {
-  // Older versions of Node lack `shouldUpgradeCallback` and pass every request to upgrade to `openSocket`.
+  // Older versions of Node lack `shouldUpgradeCallback` and pass every upgrade request to `openSocket`.
   const shouldUpgradeCallback = isSocketRequest;
   const server = http.createServer({ maxHeaderSize: HEAD_LIMIT, keepAliveTimeout: 75_000, requestTimeout: 0, shouldUpgradeCallback }, (incoming, outgoing) => {
     answer(incoming, outgoing).catch((error) => {

@@ -287,8 +287,8 @@ class HttpRelay:
         print(line, file=sys.stderr, flush=True)
 
     async def listen(self, listener: socket.socket) -> None:
-        # Start serving only after `self._server` is set, so that `close` can close it. Otherwise, if this were cancelled in between, the
-        # event loop would keep watching the descriptor and miss events of the next file with the same number.
+        # Start serving only after `self._server` is set, so that `close` can close it. Otherwise, if this call were cancelled in between,
+        # the event loop would keep watching the descriptor and miss events of the next file with the same number.
         try:
             self._server = await asyncio.start_server(
                 self._accept, sock=listener, limit=CHUNK_BYTES, start_serving=False

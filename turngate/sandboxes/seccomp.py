@@ -36,11 +36,11 @@ NUMBER, AUDIT, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; an int is t
 
 
 def build_filter(machine: str = "") -> bytes | None:
-    """Build the filter for a machine type, by default that of this machine. Return None if its system call numbers are unknown."""
+    """Build the filter for a machine type, by default this machine's. Return None if its system call numbers are unknown."""
     architecture = ARCHITECTURES.get(machine or platform.machine())
     if architecture is None:
         return None
-    # Each line has an operation, a value, and the labels to jump to if it is true or false ("" means the next line).
+    # Each line has an operation, a value, and the labels to jump to if the comparison is true or false ("" means the next line).
     lines: list[tuple[int, int, str, str]] = [
         (LOAD, AUDIT, "", ""),
         (EQUAL, architecture.audit, "", "refuse"),  # 32-bit programs use different numbers

@@ -45,7 +45,7 @@ class RequestLost(SandboxError):
 
 
 class SandboxConnection(Protocol):
-    """The operations of a service on one sandbox. They raise only `SandboxError`s, such as `SandboxGone` and `RequestLost`."""
+    """A service's operations on one sandbox. They raise only `SandboxError`s, such as `SandboxGone` and `RequestLost`."""
 
     @property
     def id(self) -> str: ...

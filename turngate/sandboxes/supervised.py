@@ -147,7 +147,7 @@ class SupervisedSandbox(PosixSandbox):
         )
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Kill all commands except the relay, because of the disk space error `error`."""
+        """Record `error`, which explains the lack of disk space, and kill all commands except the relay."""
         self.disk_error = error
         for job in list(self._jobs):
             await job.kill(grace_s=0)

@@ -211,7 +211,7 @@ def run_guard(fds: list[int], run: RunCommand) -> None:
     with os.fdopen(order_fd, "rb") as file:
         order = json.load(file)
     reported, report = os.pipe()
-    # The command inherits that these signals are ignored. One that arrives before `prepare_process` resets this must not be lost.
+    # The command starts with these signals ignored. A signal that arrives before `prepare_process` restores the default must not be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     command = _fork(stderr, status)
     if command < 0:

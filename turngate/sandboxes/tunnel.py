@@ -4,9 +4,9 @@ The tunnel is checked from outside, because the command of a dead tunnel often k
 with the gateway's header. A tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to
 listeners. Providers limit how often a tunnel may be created, so the pause between attempts grows.
 
-On Linux, the command ends with this process, even if this process is killed. The command inherits our environment without variables that
-look like secrets (`SECRET_NAME`), except those that start with TUNNEL_ or the command's name. So ngrok receives NGROK_AUTHTOKEN, and
-cloudflared TUNNEL_TOKEN, but neither receives an admin key.
+On Linux, the command ends with this process, even if this process is killed. The command inherits our environment. Variables that look like
+secrets (`SECRET_NAME`) are removed, unless their names start with TUNNEL_ or the command's name. For example, ngrok receives
+NGROK_AUTHTOKEN and cloudflared receives TUNNEL_TOKEN, but neither receives an admin key.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The first sandbox that could use a server starts without one, because a single rollout would gain nothing. From the second sandbox on, one
 server per installation, environment and kind of sandbox serves all sandboxes of this process. The server ends with this process, or after
-being idle for a while. A program that it cannot start gets a plain start. `counts` contains the number of warm starts, and the number of
-plain starts for each reason.
+being idle for a while. A program that the server cannot start gets a plain start. `counts` contains the number of warm starts, and the
+number of plain starts for each reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ counts: Counter[str] = Counter()  # starts of this process: "warm", or the reaso
 class ServerProcess(msgspec.Struct, frozen=True):
     """How to run a fork server. Paths are as the server sees them, unless stated otherwise."""
 
-    command: tuple[str, ...]  # the number of a socket is appended as the last argument
+    command: tuple[str, ...]  # a socket's descriptor number is appended as the last argument
     env: Mapping[str, str]
     supervisor: str  # the file supervisor.py
     scratch: str  # a folder with the empty folders `home`, `tmp` and `work`
@@ -332,7 +332,7 @@ async def find_server(
         status = (source / "__main__.py").stat()
     except OSError:
         return None
-    # A new installation has new files, so a server of an older one is never used.
+    # A new installation has new files, so the server of an older installation is never used.
     version = (str(source), status.st_dev, status.st_ino, status.st_mtime_ns)
     key = (os.getpid(), kind, *version, msgspec.json.encode(preload, order="sorted"))
     _requests[key] += 1

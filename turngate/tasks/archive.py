@@ -1,7 +1,7 @@
 """Pack a task for another machine: its fields as data, and its files as a tar archive that is named after its content.
 
-An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link stays a link. As
-when files are uploaded into a sandbox, devices, pipes and sockets are left out. `archive_cache.py` stores archives and unpacks them.
+An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link stays a link.
+Devices, pipes and sockets are left out, as they are when files are uploaded to a sandbox. `archive_cache.py` stores and unpacks archives.
 
 Values that a task takes from this machine's environment variables (`${NAME}` in a Harbor task) are not packed. The machine that unpacks
 the task reads the variables from its own environment.
@@ -36,7 +36,7 @@ class PackedTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ArchiveFiles:
-    """The files and folders of an archive: the name of each in the archive, with its path on this machine."""
+    """The files and folders to put into an archive. Each has a name in the archive and a path on this machine."""
 
     def __init__(self) -> None:
         self.roots: dict[str, Path] = {}
@@ -114,7 +114,7 @@ class TaskPacker:
 
 
 def unreadable(task: Task, error: OSError) -> TaskError:
-    """Build the error for a task's file that cannot be read."""
+    """Build the error for a task file that cannot be read."""
     name = error.filename or "one of its files"
     return TaskError(f"task: {task.id}: {name} cannot be read ({error.strerror or error})", param="task")
 
@@ -141,7 +141,8 @@ def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
 def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Callable[[str, str], str]) -> Task:
     """Return the task with its paths changed by `move`, and the names of its grading functions changed by `move_function`.
 
-    The second argument of both functions is a name for the path in the archive.
+    The second argument of `move` is a name for the path in the archive. The second argument of `move_function` is a name for the archive
+    folder that is to contain the function's file.
     """
 
     def move_script(script: Script, name: str) -> Script:

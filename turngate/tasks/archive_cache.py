@@ -1,15 +1,16 @@
 """Archives of tasks on this machine, named after their content: `$TURNGATE_CACHE/archives/<sha256>.tar`, unpacked in `<sha256>/`.
 
 Projects do not share archives, because a rollout's order names the archive only by its SHA-256, and a project that knows the SHA-256 but
-not the content must not get the content. Those of the project `default` are in `archives/`, those of others in `archives/projects/<name>/`.
+not the content must not get the content. Archives of the project `default` are in `archives/`, and those of other projects are in
+`archives/projects/<name>/`.
 
-Files are written under a temporary name and renamed, so that no process sees an incomplete one. Everything is checked before it is read: an
-archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in it.
-An archive is refused if it is too large or contains a link that points outside it. The cache folder may be removed while no rollout is
-running.
+Files are written under a temporary name and renamed, so that no process sees an incomplete file. Everything is checked before it is read:
+an archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in
+the folder. An archive is refused if it is too large or contains a link that points outside it. The cache folder may be removed while no
+rollout is running.
 
-If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed. Archives in use are kept: a rollout,
-in whichever process it runs, holds a lock on `<sha256>.lock`. The modification time of the lock file is the time of the last use.
+If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed. Archives in use are kept: every
+rollout, in any process, holds a lock on its archive's `<sha256>.lock`. The modification time of the lock file is the time of the last use.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from turngate.tasks.host_env import add_host_values
 from turngate.tasks.task import Task
 
 MAX_BYTES = 256_000_000  # maximum size of an archive
-_SETTLED_NS = 2_000_000_000  # a change that is older than this has an earlier `ctime` than any later change
+_SETTLED_NS = 2_000_000_000  # a later change cannot have the same `ctime` as a change that is older than this
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 CACHE_VARIABLE = "TURNGATE_ARCHIVE_CACHE_GB"
 _CACHE_GB = 20.0
@@ -65,7 +66,7 @@ class ArchiveCache:
         cache_bytes: float | None = None,
         project: str = DEFAULT_PROJECT,
     ) -> None:
-        """Open a cache. `max_bytes` limits the size of one archive, and `cache_bytes` that of all archives of all projects together.
+        """Open a cache. `max_bytes` limits the size of one archive, and `cache_bytes` the total size of all projects' archives.
 
         If `cache_bytes` is None, the limit is read from the environment variable `TURNGATE_ARCHIVE_CACHE_GB`.
         """
@@ -166,7 +167,7 @@ class ArchiveCache:
 
     def _path(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
-            raise ArchiveError(f"{digest[:80]!r} is not the name of an archive: it must be a SHA-256 in hex")
+            raise ArchiveError(f"{digest[:80]!r} is not a valid archive name: it must be a SHA-256 in hex")
         return self._folder / f"{digest}.tar"
 
     @contextmanager
@@ -206,7 +207,10 @@ class ArchiveCache:
     # ── eviction ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _evict(self) -> None:
-        """Remove the least recently used archives of all projects until the rest fits the limit. Keep those in use or used recently."""
+        """Remove the least recently used archives of all projects until the rest fit the limit.
+
+        Keep archives that are in use or were used recently.
+        """
         now, entries = time.time(), []
         for folder in (self._root, *self._root.glob(f"{_PROJECTS}/*")):
             for path in folder.glob(".*"):  # left behind by a process that was killed
@@ -268,7 +272,7 @@ def read_cache_bytes(environment: Mapping[str, str]) -> float:
         size = math.nan
     if not size >= 0:
         raise ConfigError(
-            f"{CACHE_VARIABLE} must be a number of gigabytes, such as 20, or 0 for no limit, not {text!r}",
+            f"{CACHE_VARIABLE} must be a number of gigabytes, such as 20 (0 means no limit), not {text!r}",
             param=CACHE_VARIABLE,
         )
     return size * 1e9 or math.inf
@@ -312,7 +316,7 @@ def _measure(archive: Path) -> int:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        for place, folders, _ in os.walk(path):  # a task may have folders that are read-only
+        for place, folders, _ in os.walk(path):  # a task may have read-only folders
             for name in folders:
                 if not (folder := Path(place, name)).is_symlink():
                     folder.chmod(0o700)
@@ -343,7 +347,7 @@ class _BoundedWriter:
         self.digest.update(data)
         try:
             return self._file.write(data)
-        except OSError as error:  # not the fault of the task
+        except OSError as error:  # not the task's fault
             raise ArchiveError(f"{self._file.name} cannot be written ({error.strerror})") from None
 
     def tell(self) -> int:
@@ -367,8 +371,8 @@ def _set_modes(file: IO[bytes], folder: Path) -> None:
 def _read_state(folder: Path) -> bytes | None:
     """Return a hash of a folder's state, without reading its files. Every change in the folder changes the hash.
 
-    The hash includes the change time of each file (`ctime`), which programs cannot set. The clock of this time may be coarse, so a change
-    right after another may not be visible. Therefore return None if the folder has just changed, and also if it cannot be read.
+    The hash includes the change time of each file (`ctime`), which programs cannot set. The clock may be coarse, so two changes in quick
+    succession can have the same time. Therefore, return None if the folder has just changed. Also return None if it cannot be read.
     """
     settled_ns = time.time_ns() - _SETTLED_NS
     state = hashlib.sha256()

@@ -55,11 +55,11 @@ def find_host_values(task: Task) -> list[str]:
 
 
 def read_variable(name: str, environment: Mapping[str, str], user: str, default: str | None = None) -> str:
-    """Return the value of a variable of this machine. `user` describes what needs the variable, for error messages."""
+    """Return the value of a variable in `environment`. In error messages, `user` describes what needs the variable."""
     if name.startswith(RESERVED_PREFIXES):
         raise ConfigError(
             f"{user} must not use the environment variable {name}, because names that start with "
-            f"{' or '.join(RESERVED_PREFIXES)} are reserved for keys of Turngate and its database; use a different name",
+            f"{' or '.join(RESERVED_PREFIXES)} are reserved for Turngate and its database; use a different name",
             param=name,
         )
     value = environment.get(name, default)

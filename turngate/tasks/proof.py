@@ -87,7 +87,7 @@ def _prove_without_solution(task: Task, untouched: Grade) -> Proof:
 
 
 def _with_own_log(environment: GradingEnvironment, name: str) -> GradingEnvironment:
-    """Return the environment with a separate log file. `name` is appended to the name of the log."""
+    """Return the environment with its own log file: `grade.log` becomes `grade-<name>.log`."""
     if environment.log is None:
         return environment
     return msgspec.structs.replace(
@@ -106,7 +106,7 @@ def _explain_mismatch(grade: Grade, expected: float, what: str) -> str:
         why = f" ({'; '.join(details)})" if details else ""
         return f"{what} scores {grade.reward:g}, not {expected:g}{why}"
     if grade.resolved is not None and grade.resolved != (expected == 1.0):
-        return f"{what} scores {grade.reward:g} and is {'' if grade.resolved else 'not '}resolved"
+        return f"{what} scores {grade.reward:g} but is {'' if grade.resolved else 'not '}resolved"
     return ""
 
 
@@ -133,7 +133,7 @@ async def _solve(task: Task, solution: Solution, environment: GradingEnvironment
 
 
 async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: float) -> None:
-    """Apply a solution in a sandbox. If it has files, copy them to the sandbox's folder `where` first."""
+    """Apply a solution in a sandbox. If the solution has files, first copy them to the folder `where` in the sandbox."""
     if solution.files is None:
         done = await sandbox.exec(["sh", "-c", APPLY_PATCH], stdin=solution.patch.encode(), timeout_s=limit_s)
         _check_success(done, "the reference patch does not apply", limit_s)
@@ -148,4 +148,4 @@ def _check_success(done: ExecResult, failure: str, limit_s: float) -> None:
     if done.timed_out or done.exit_code:
         reason = f"it took longer than {limit_s:g} s" if done.timed_out else f"exit code {done.exit_code}"
         output = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-_TAIL:]
-        raise TaskError(f"{failure} ({reason}): {output or 'it printed nothing'}", param="solution")
+        raise TaskError(f"{failure} ({reason}): {output or 'no output'}", param="solution")

@@ -1,4 +1,4 @@
-"""Turn a task's reference solution into shell commands, for a scripted model that solves the task in place of a real one.
+"""Turn a task's reference solution into shell commands that a scripted model can run to solve the task.
 
 Each command is short enough for one tool call of an agent. The first commands write the solution's files, and the last one applies the
 solution.
@@ -25,7 +25,7 @@ exec patch -p1 --batch --forward
 """
 SOLVE_ENV = {"DEBIAN_FRONTEND": "noninteractive"}  # for solve.sh
 MAX_BYTES = 128 * 1024  # a larger solution would need too many tool calls
-_COMMAND_CHARS = 6000  # maximum length of a command, because an agent limits the tokens of a reply
+_COMMAND_CHARS = 6000  # maximum length of a command; agents limit the number of tokens in a reply
 _PIECE_BYTES = 4000  # maximum size of a file's piece in one command; base64 makes it a third longer
 _DELIMITER = "END_OF_FILE"
 _MODEL_SYNTAX = re.compile(r"<\||</?(tool_call|think)>")  # a tokenizer would read these as special tokens
@@ -40,7 +40,8 @@ def reference_commands(solution: Solution, backend: Backend) -> tuple[str, ...]:
     """Return the commands that apply a solution in a sandbox. Raise `TaskError` if the solution cannot be turned into commands."""
     if solution.env:
         raise TaskError(
-            "the task's solution needs environment variables, whose values must not get into a trace", param="solution"
+            "the task's solution cannot be replayed: it needs environment variables, and the trace would contain their values",
+            param="solution",
         )
     folder = SOLUTION if backend.relocates else '"$HOME"' + SOLUTION
     files = dict(_read_files(solution))
@@ -64,7 +65,10 @@ def _read_files(solution: Solution) -> Iterator[tuple[str, bytes]]:
         return
     paths = sorted(solution.files.rglob("*"))
     if links := [path for path in (solution.files, *paths) if path.is_symlink()]:
-        raise TaskError(f"{links[0]} is a link, which could point to a private file of this machine", param="solution")
+        raise TaskError(
+            f"{links[0]} is a link, which could point to a private file on this machine; replace it with a regular file",
+            param="solution",
+        )
     try:
         if (size := sum(path.stat().st_size for path in paths if path.is_file())) > MAX_BYTES:
             raise TaskError(

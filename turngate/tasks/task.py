@@ -25,7 +25,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
 
     files: Path | None = None
     command: tuple[str, ...] = ("bash", "/tests/test.sh")
-    # A command that runs the agent's work in a separate sandbox. `command` then sees only the output of the probe.
+    # A command (the probe) that runs the agent's work in a separate sandbox. `command` then sees only the probe's output.
     probe: tuple[str, ...] = ()
     decides: Literal["reward file", "exit code"] = "reward file"
     timeout_s: float = 900.0  # applies to the probe and to the command separately
@@ -83,11 +83,11 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
 
 HostPlace = Literal[
     "environment", "grader", "solution"
-]  # the environment variables of a task's sandbox, its grader or its solution
+]  # whose environment variables: those of the task's sandbox, its grader or its solution
 
 
 class HostVariable(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment value of a task that comes from a variable of this machine: `${NAME}` or `${NAME:-default}` in the task's file."""
+    """A value in a task's environment that comes from this machine's environment: `${NAME}` or `${NAME:-default}` in the task's file."""
 
     place: HostPlace
     name: str  # name of the value in that environment
@@ -138,7 +138,7 @@ def change_graders(
 ) -> Grader | None:
     """Return the grader with its scripts and functions changed by `change_script` and `change_function`.
 
-    Both also receive a name for the grader that is unique within the task.
+    Both callbacks also receive a name for the grader that is unique within the task.
     """
 
     def change(one: Script | Function | Swe, name: str) -> Script | Function | Swe:

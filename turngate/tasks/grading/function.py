@@ -52,7 +52,7 @@ class Subject:
         return self._work.answers
 
     async def read_turns(self) -> tuple[GradedTurn, ...]:
-        """Return the turns of the rollout, oldest first. There are none if no agent ran, as for the untouched task."""
+        """Return the rollout's turns, oldest first. The untouched task has none, because no agent ran."""
         return await self._sandbox_owner.read_turns(self._work)
 
     def turns(self) -> tuple[GradedTurn, ...]:
@@ -212,7 +212,7 @@ async def _call_function(function: Callable[[Subject], Any], subject: Subject) -
 
 
 def find_function_file(task: Task, name: str) -> Path | None:
-    """Return the file of a function that is named `file.py:function`. Return None for `module:function`."""
+    """Return the file of a grading function that is specified as `file.py:function`. Return None for `module:function`."""
     location, _, _ = name.rpartition(":")
     if not location.endswith(".py"):
         return None

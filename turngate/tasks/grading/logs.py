@@ -31,7 +31,7 @@ FOREIGN_TIMEOUT_S = 60.0  # time limit for a `swebench` parser
 MAX_LINE = 8192  # characters; longer lines are never results
 FOREIGN_KINDS = ("swebench", "rebench")
 
-# The outcomes of pytest, unittest and `swebench`. As in `swebench`, an unexpected pass (XPASS) is ignored, so its test counts as missing.
+# Outcomes in the output of pytest and `swebench`. As in `swebench`, an unexpected pass (XPASS) is ignored, so its test counts as missing.
 _CASES: dict[str, CaseOutcome] = {
     "PASSED": "passed",
     "XFAIL": "passed",
@@ -56,7 +56,7 @@ def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
 
 
 def has_parser(name: str) -> bool:
-    """Return whether a parser exists. Raise `ConfigError` if that depends on `swebench`, but it cannot be imported."""
+    """Return whether a parser exists. Raise `ConfigError` if the parser could only be in `swebench`, but `swebench` cannot be imported."""
     if name in _OWN_PARSERS:
         return True
     kind, _, rest = name.partition(":")

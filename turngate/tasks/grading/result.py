@@ -60,7 +60,7 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraderResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision of a grader. Only the SWE grader sets `evidence`."""
+    """A grader's decision. Only the SWE grader sets `evidence`."""
 
     grade: Grade
     evidence: RunEvidence | None = None
@@ -72,7 +72,7 @@ Control = Callable[[], Awaitable[GraderResult]]  # runs the same grader on the u
 class GraderLog:
     """The output of graders, in which secret values of at least 6 characters are replaced with `***`.
 
-    These are the values in `hidden`, and those of variables whose names `hide_secrets` recognizes, such as `API_KEY`.
+    The secrets are the values in `hidden`, and the values of variables that `hide_secrets` recognizes by name, such as `API_KEY`.
     """
 
     def __init__(self, hidden: Iterable[str] = ()) -> None:

@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 TESTS, LOGS = "/tests", "/logs"  # as in Harbor
 OUTPUT_LIMIT = 32_000_000  # bytes of a grader's output to keep, from its start and its end
-DEFAULT_PIDS = 1024  # process limit of a grader for which none is set
+DEFAULT_PIDS = 1024  # process limit of a grader's sandbox if none is set
 CREATE_TIMEOUT_S = 900.0  # the image may need to be built
 STEP_TIMEOUT_S = 600.0  # time limit of each of our own steps in the sandbox
 PYTHON_CACHE = "__pycache__"
 SCRATCH_KIND = "grading"  # the kind of host folder that graders use
-SPARE_LIFE_S = 1800.0  # how much longer a sandbox may live than the grader may take
+SPARE_LIFE_S = 1800.0  # added to the time limits of the setup and the grader to get a sandbox's lifetime
 SYSTEM_PATH = (
     'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # system folders first, because PATH may point into the agent's work
 )

@@ -1,10 +1,10 @@
 """Grading with a script: Harbor's `tests/test.sh` or any other. The reward is read from a file or from the exit code.
 
-Without a probe, one sandbox is used. The work is copied into it, then /tests, and then the script runs. When the script has ended, all
-processes that it left running are killed, and only then is the reward read. The work's code runs as the same user as the script, so it can
-overwrite the reward file while the tests run. This setup stops common cheats, but not determined ones.
+Without a probe, one sandbox is used. First the work is copied into it, then the tests (to /tests), and then the script runs. When the
+script has ended, all processes that it left running are killed, and only then is the reward read. The work's code runs as the same user as
+the script, so it can overwrite the reward file while the tests run. This setup stops common cheats, but not a determined attempt.
 
-With a probe, two sandboxes are used. In the first, the probe runs the work. Of the tests, this sandbox contains only `tests/run.sh` and
+With a probe, two sandboxes are used. In the first, the probe runs the work. This sandbox contains no tests except `tests/run.sh` and
 `tests/inputs/`. The second sandbox, the judge's, receives all tests and the files that the probe left in /logs/probe, but not the work. The
 agent's code therefore never runs in the sandbox that contains the answers and decides the reward.
 """

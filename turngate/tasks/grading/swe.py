@@ -35,9 +35,9 @@ from turngate.tasks.grading.witness_report import WitnessReport, parse_report
 from turngate.tasks.grading.work import GIT, format_names
 from turngate.tasks.task import Swe, Task
 
-# Files that control how tests are found and run. Those of the base commit are kept, and added ones are set aside.
+# Files that control how tests are found and run. The base commit's versions are kept, and files that the agent added are set aside.
 RUNNER_FILES = frozenset({"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"})
-# Files that Python would run or import on its own. Caches of compiled code need not match any source.
+# Files that Python would run or import on its own. They include compiled code, which need not match its source.
 FORBIDDEN_NAMES = frozenset({"sitecustomize.py", "usercustomize.py", GIT})
 PYTEST_MODULES = frozenset({"pytest", "pytest.py", "_pytest", "_pytest.py", "pluggy", "pluggy.py"})
 # Modules that an interpreter imports before `sitecustomize`, even from folders on PYTHONPATH.
@@ -209,7 +209,10 @@ class _TestFiles:
         )
 
     def _shadows_module(self, parts: Sequence[str]) -> bool:
-        """Return whether a file would be imported in place of a module of pytest or Python. A module inside a package would not."""
+        """Return whether Python would import a file in place of a pytest or Python module.
+
+        A file inside a package cannot replace a startup module.
+        """
         for part, prefix in _shadowing_parts(parts):
             inside = part in STARTUP_MODULES and prefix.rpartition("/")[0] in self.packages
             if prefix not in self._known and not inside:
@@ -218,7 +221,7 @@ class _TestFiles:
 
 
 def _shadowing_parts(parts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the parts of a path that are named like a pytest or Python module, each with the path up to and including it."""
+    """Return the parts of a path that have the name of a pytest or Python module, each with the path up to and including it."""
     return [
         (part, "/".join(parts[: n + 1]))
         for n, part in enumerate(parts)
@@ -466,7 +469,7 @@ async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: Gra
     if report.started:
         end = "and the end of the run" if report.ended else "but not the end of the run"
         changed = f"; changed during the run: {', '.join(sorted(report.tampered))}" if report.tampered else ""
-        other = f"; tests in whose place other code ran: {len(report.replaced)}" if report.replaced else ""
+        other = f"; tests replaced by other code: {len(report.replaced)}" if report.replaced else ""
         log.add(f"witness: saw the start {end}; tests seen: {len(report.outcomes)}{changed}{other}", b"")
     return RunEvidence(cases=cases, report=report), int(last)
 
@@ -508,7 +511,7 @@ def _weigh_doubts(
 ) -> tuple[RunEvidence, tuple[str, ...]]:
     """Decide the outcomes of the doubtful cases. Return the evidence with these outcomes, and notes.
 
-    `base` is the evidence from the untouched task. If the tests of the untouched task cause doubts too, the doubts are ignored.
+    `base` is the evidence from the untouched task. If the witness cannot watch the tests even on the untouched task, the log alone decides.
     """
     assert base is not None
     if not base.report.ended or _find_doubtful(grader, _without_tampering(base)):

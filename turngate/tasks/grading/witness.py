@@ -319,7 +319,7 @@ def _outcome_hooks(pytest, record, configs, is_own, checks):
 
 
 def _add_hooks(pytest, plugin, before_call, after_call, on_report, on_finish, on_end):
-    """Add hooks to the plugin that call the given functions, which never raise."""
+    """Add hooks to the plugin. They call the given functions, which never raise."""
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_call(item):
@@ -366,7 +366,7 @@ _pending = []
 
 
 def pytest_configure(config):
-    """Register the witness. pytest calls this, because the module is one of its first plugins. A nested pytest run has no witness."""
+    """Register the witness. pytest calls this function, because this module is one of its default plugins. A nested run has no witness."""
     if _pending:
         _pending.pop()(config)
 

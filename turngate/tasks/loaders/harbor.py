@@ -90,7 +90,7 @@ class _RubricLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TurngateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The table [turngate] of a `task.toml`, with settings that Harbor does not have."""
+    """The `[turngate]` table of a `task.toml`: settings that Harbor does not have."""
 
     setup_timeout_sec: Seconds = 900.0
     workdir: str = ""
@@ -102,7 +102,7 @@ class _TurngateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TaskFile(msgspec.Struct, frozen=True):
-    """The settings in a Harbor `task.toml` that are used here."""
+    """The settings that are read from a Harbor `task.toml`."""
 
     agent: _Agent = _Agent()
     verifier: _Verifier = _Verifier()
@@ -205,7 +205,7 @@ def _check_supported(folder: Path, settings: _TaskFile) -> None:
         "environment.mcp_servers": (bool(environment.mcp_servers), "is not supported; remove it"),
         "environment.healthcheck": (
             environment.healthcheck is not None,
-            "is not supported, because an image's services are not started; remove it, and start them in setup.sh",
+            "is not supported, because an image's services are not started; remove it, and start the services in setup.sh",
         ),
         "verifier.environment": (
             settings.verifier.environment is not None,
@@ -266,8 +266,8 @@ def _resolve_value(folder: Path, field: str, value: str) -> str:
         raise _field_error(
             folder,
             field,
-            f"must not refer to {variable}, because names that start with {' or '.join(RESERVED_PREFIXES)} are reserved for keys of "
-            "Turngate and its database; use a different name",
+            f"must not refer to {variable}, because names that start with {' or '.join(RESERVED_PREFIXES)} are reserved for Turngate "
+            "and its database; use a different name",
         )
     resolved = os.environ.get(variable, default)
     if resolved is None:

@@ -176,7 +176,7 @@ def _row_candidate(row: object, where: str, beside: Path | None) -> Candidate:
 
 
 def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
-    """Build a task from a row, which is in our own format or belongs to a SWE data set. `where` names the file and row in messages."""
+    """Build a task from a row in our own format or of a SWE data set. `where` names the file and row in messages."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
     if not isinstance(row, Mapping):
@@ -253,7 +253,7 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
     patterns = [f"*{suffix}" for suffix in (*_LINES, *_COLUMNS)]
     try:
         folder = Path(snapshot_download(match["repo"], repo_type="dataset", allow_patterns=patterns))
-    except Exception as error:  # its HTTP client, cache and name checks raise many types
+    except Exception as error:  # the library's HTTP client, cache and name checks raise many types of errors
         raise TaskError(f"task: {where} cannot be downloaded: {type(error).__name__}: {error}", param="tasks") from None
     for file in _select_split(folder, where, match["split"] or ""):
         yield from _file_candidates(file, f"{where}/{file.relative_to(folder).as_posix()}")

@@ -109,7 +109,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def build_task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> Task:
     """Build a task from a row.
 
-    `where` names the file and row in messages. Files of grading functions are relative to the folder `beside`.
+    `where` names the file and row in messages. Paths to the files of grading functions are relative to the folder `beside`.
     """
     try:
         row = msgspec.convert(fields, _Row)

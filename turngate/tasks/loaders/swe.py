@@ -35,7 +35,7 @@ GYM_COMMANDS: Mapping[str, str] = {
     "pandas-dev/pandas": "pytest -rA --tb=long",
     "facebookresearch/hydra": "pytest -rA --tb=long",
 }
-# Repositories whose cases are in data files that pytest does not collect, so they are selected by name.
+# Repositories whose cases are in data files that pytest does not collect, so the cases are selected by name.
 _SELECTED_BY_NAME = ("python/mypy",)
 
 # Does nothing if the image has no conda.
@@ -173,7 +173,7 @@ class SweRow:
         return value
 
     def names(self, field: str) -> tuple[str, ...]:
-        """Return the list of names in a field, which may be encoded as JSON. Any other string is rejected, never split."""
+        """Return a field's list of names. The list may be encoded as a JSON string. Any other string is rejected, never split."""
         value = self._fields.get(field)
         if value is None:
             raise self.error(field, "is missing; set it to a list of test names, or [] for none")
@@ -187,12 +187,12 @@ class SweRow:
         if invalid := [item for item in value if not isinstance(item, str) or not item]:
             raise self.error(
                 field,
-                f"must contain only test names, but contains {_type_name(invalid[0])}; each name must be a string that is not empty",
+                f"must contain only test names, but contains {_type_name(invalid[0])}; each name must be a non-empty string",
             )
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """Return the object in a field as a row, whose field names start with `field` and a dot. The object may be encoded as JSON."""
+        """Return the object in a field as a row whose field names start with `field` and a dot. The object may be encoded as JSON."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:
@@ -207,7 +207,7 @@ class SweRow:
         return SweRow({**inner, "instance_id": self.id}, self.where)
 
     def commands(self, field: str) -> tuple[str, ...]:
-        """Return the shell commands in a field, which is one command or a list of them. Return an empty tuple if there are none."""
+        """Return the shell commands in a field that contains one command or a list of them. Return an empty tuple if there are none."""
         value = self._fields.get(field)
         if value is None:
             return ()
@@ -294,7 +294,7 @@ def detect_data_set(row: SweRow, repo: str) -> DataSet:
 def _image(row: SweRow, data_set: DataSet) -> str:
     """Return the image that the row names, or derive its name from the instance id.
 
-    Image names contain a data set's own separator in place of the `__` of the instance id.
+    In image names, each data set replaces the `__` of the instance id with its own separator.
     """
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):
@@ -347,7 +347,7 @@ def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConf
 
 
 def _config_from_script(row: SweRow, repo: str) -> EvalConfig:
-    """Read the configuration of a SWE-bench row from its `eval_script`, which rows contain since swebench 5.
+    """Read the configuration of a SWE-bench row from its `eval_script`, a field that swebench 5 added.
 
     The lines between the script's markers run the tests, and the lines before its first patch prepare them. The grader itself resets and
     patches the tests.
@@ -384,7 +384,7 @@ def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
 
 
 def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
-    """Read the configuration of an older SWE-bench row from the `swebench` package, whose versions before 5 contain it."""
+    """Read the configuration of an older SWE-bench row from the `swebench` package. Only versions before 5 contain it."""
     missing = (
         f"is missing, and so is eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
         "(SWE-bench has published eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
@@ -413,7 +413,7 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
 
 
 def _reinstall_command(install: str) -> str:
-    """Return a command that reinstalls the project after the work was copied in. It succeeds even if reinstalling fails.
+    """Return a command that reinstalls the project after the work has been copied in. The command succeeds even if reinstalling fails.
 
     Without a network, pip cannot download build dependencies, but the image already has everything installed. The data sets' own harnesses
     also ignore such a failure.

@@ -45,7 +45,7 @@ TRIES_PER_TASK = 6
 _MARGIN_S, _SLOWDOWN = (
     5.0,
     4.0,
-)  # how much longer tests with a bug may take before they count as hanging: seconds, factor
+)  # a run with a bug counts as hanging after the time of a run without bugs * _SLOWDOWN + _MARGIN_S
 _MAX_FAILING = 0.5  # fraction of the tests; a bug that breaks more is too easy to find
 _GRADING_MARGIN_S = 60.0
 _MAX_LISTED = 3  # failing tests in an instruction
@@ -77,7 +77,7 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Repair(msgspec.Struct, frozen=True, kw_only=True):
-    """A bug that the package's tests catch, with their results."""
+    """A bug that the package's tests catch, with the test results."""
 
     bug: Bug
     failing: tuple[str, ...]  # names of tests
@@ -137,7 +137,7 @@ async def make_repairs(
             if len(search.repairs) >= settings.per_package:
                 break
             await search.try_bugs(candidates[start : start + settings.benches])
-            report(f"{package.name}: tasks: {len(search.repairs)}, from bugs tried: {sum(search.fates.values())}")
+            report(f"{package.name}: tasks made: {len(search.repairs)}, bugs tried: {sum(search.fates.values())}")
     repairs = tuple(search.repairs[: settings.per_package])
     return PackageRepairs(package=package, repairs=repairs, fates=dict(search.fates), baseline=baseline)
 

@@ -23,7 +23,7 @@ from turngate.tasks.repairs.package import Package
 
 FIRST_LIMIT_S = 120.0  # time limit of the unchanged package's tests
 OUTPUT_BYTES = 16_000_000
-_COLLECTION_FAILED = 2  # pytest's exit codes from this one on mean that no tests ran
+_COLLECTION_FAILED = 2  # pytest's exit code is at least this if it could not run all tests
 # Python must not write compiled files: it would use an outdated one if the source changed within a second and kept its length.
 _ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
 _MAX_EXCERPT_LINES, _MAX_EXCERPT = 24, 1500

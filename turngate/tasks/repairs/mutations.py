@@ -1,8 +1,8 @@
 """Mutations: small edits that break Python code as a programmer's mistake would.
 
 `find_mutations` lists every mutation of a file. A mutation replaces one piece of the text, so the formatting and the comments of the file
-stay unchanged. It is inside a function, changes what the code does (not just annotations or docstrings), and leaves the code syntactically
-valid.
+stay unchanged. Every mutation is inside a function, changes what the code does (not just annotations or docstrings), and leaves the code
+syntactically valid.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _CALLS = {
     )
     for one, other in (pair, pair[::-1])
 }
-# Annotations, decorators, and the defaults of parameters, which have their own kind of mutation.
+# Annotations, decorators, and parameter defaults. Defaults have their own kind of mutation.
 _SKIPPED_FIELDS = {"annotation", "returns", "decorator_list", "type_params", "defaults", "kw_defaults"}
 _LARGEST_OFF_BY_ONE = 100  # larger numbers are rarely counts or positions
 
@@ -92,7 +92,7 @@ def find_mutations(source: str) -> list[Mutation]:
     found: list[Mutation] = []
     seen: set[tuple[int, str]] = set()
     for mutation in sorted(search.run(ast.parse(source)), key=lambda one: (one.start, one.end, one.kind, one.text)):
-        # Only the function is parsed, so that the time stays linear: files have thousands of mutations.
+        # Parse only the function, not the whole file: a file can have thousands of mutations.
         start, end = search.find_lines(mutation.first, mutation.last)
         before, after = source[start : mutation.start], source[mutation.end : end]
         seen.add((start, _dump_function(source[start:end])))
@@ -280,7 +280,10 @@ class _Search:
             yield self._replace("wrong variable", node, names[(names.index(node.id) + 1) % len(names)])
 
     def _edit_statement(self, node: ast.AST, parent: ast.AST) -> Iterator[Mutation]:
-        """Yield the mutation that drops an `if` without `else`, an update such as `a += b`, or a call, unless it is alone in its block."""
+        """Yield the mutation that drops an `if` without `else`, an update such as `a += b`, or a call.
+
+        A statement that is alone in its block is kept.
+        """
         if isinstance(node, ast.If) and not node.orelse:
             kind: Kind = "dropped branch"
         elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):

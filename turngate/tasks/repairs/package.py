@@ -1,4 +1,7 @@
-"""Load the packages for repair tasks, from folders or from releases on the package index (`humanize==4.12.3`) that include their tests."""
+"""Load packages for repair tasks from folders or from releases on the package index, such as `humanize==4.12.3`.
+
+A package must include its tests.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,8 @@ def load_package(source: str) -> Package:
         )
     if not package.modules:
         raise TaskError(
-            f"repairs: {source} has no code to inject bugs into; it needs a folder with an __init__.py, or a module named like the package",
+            f"repairs: {source} has no code to inject bugs into; a package needs a folder with an __init__.py, or a module with the same "
+            "name as the package",
             param="sources",
         )
     if not any(is_test(path) and path.endswith(".py") for path in package.files):
