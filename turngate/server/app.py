@@ -1,7 +1,7 @@
-"""The gateway: an ASGI application composed of an engine, a fence, and the projects that use them.
+"""The gateway: an ASGI application composed of an engine, a fence at which calls wait during weight updates, and projects.
 
-The gateway itself serves the project `default`. It passes requests that carry another project's key, or the
-admin key and the name of another project, to that project.
+The gateway itself serves the project `default`. If a request carries another project's key, or the admin key and another project's name,
+the gateway passes the request to that project.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Gateway(ProjectGateway):
     def _choose_engine(self, engine: Engine | None, relay: Relay | None) -> tuple[Engine | None, Relay | None]:
         """Return the given engine or relay, or else the configured one.
 
-        A gateway on the shared store serves no calls. It only needs a pool, to load weights into the engines.
+        A gateway on the shared store serves no calls. It needs only a pool, to load weights into the engines.
         """
         if engine is not None or relay is not None:
             return engine, relay
@@ -168,7 +168,7 @@ class Gateway(ProjectGateway):
     def create_updates(self, barrier: Barrier) -> WeightUpdates:
         """Create the object that updates weights, using `barrier` or, on the shared store, the fence of all cells.
 
-        In a cell, it refuses all updates.
+        In a cell, the returned object refuses all updates.
         """
         parts = (self.fence, self.fence_state, self.events, self.replicas)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList):
@@ -198,7 +198,7 @@ class Gateway(ProjectGateway):
     def create_engine_changes(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
         """Create the object that changes the engines of `group` or, on the shared store, of all cells.
 
-        In a cell, it refuses all changes.
+        In a cell, the returned object refuses all changes.
         """
         local, parts = self.local_engines, (updates, self.replicas, self.fence, self.events)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList) and local is not None:
@@ -224,7 +224,7 @@ class Gateway(ProjectGateway):
         if self.shard.workers == 1:
             await self.updates.start()
         async with anyio.create_task_group():
-            pass  # loads its backend, which would otherwise block the loop for 25 ms at the first streamed reply
+            pass  # loads anyio's backend now; at the first streamed reply, this would block the loop for 25 ms
         self.metrics_endpoint.start()
         self.start_tasks()
         self.hosted.start()
@@ -274,7 +274,7 @@ class Gateway(ProjectGateway):
         self.store.close()
 
     def _interrupt_stores(self) -> None:
-        """Interrupt all requests to the shared store. Called when stopping takes too long, because one of them may be the reason."""
+        """Interrupt all requests to the shared store. Called when stopping takes too long, because a slow request may be the reason."""
         log.warning("the gateway is taking too long to stop; interrupting all requests to the shared store")
         for project in (self, *self.hosted):
             if isinstance(project.store, SharedStore):
@@ -288,7 +288,7 @@ class Gateway(ProjectGateway):
     def choose(self, scope: Scope) -> ProjectGateway:
         """Return the project that a request belongs to.
 
-        It is `default` unless the request carries another project's key, or the admin key and the name of another project.
+        This is `default` unless the request carries another project's key, or the admin key and another project's name.
         """
         name = self.hosted.choose(scope)
         return self if name is None else self.hosted.open(name)
@@ -296,7 +296,7 @@ class Gateway(ProjectGateway):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             project = self.choose(scope)
-        except TurngateError as error:  # the operator named an unknown project, or its store cannot be opened
+        except TurngateError as error:  # the operator named an unknown project, or the project's store cannot be opened
             dialect = dialect_of(HTTPConnection(scope))
             await (refuse_upgrade if scope["type"] == "websocket" else respond_error)(send, dialect, error)
             return

@@ -22,8 +22,8 @@ STALL_S = 60.0  # a client that reads nothing for this long is treated as discon
 JSON = (b"content-type", b"application/json")
 # Sent with every response, so that the relay in a sandbox can tell the gateway's answers from those of a broken tunnel.
 GATEWAY_HEADER = (b"x-turngate", b"1")
-# Codes of the `websocket.disconnect` event after the server has rejected a frame. They differ from 1009 and 1007, which the client
-# receives, because the client may send those codes itself.
+# Codes of the `websocket.disconnect` event after the server has rejected a frame. The client receives 1009 or 1007 instead. The event does
+# not use these two, because they could also come from the client.
 OVERSIZED_FRAME = 4413
 UNDECODABLE_FRAME = 4400
 
@@ -91,7 +91,7 @@ def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, 
 
 
 class HangUp:
-    """Records whether the client has disconnected, to tell this cause of a cancelled request from others."""
+    """Records whether the client has disconnected, to distinguish a disconnect from other causes of a cancelled request."""
 
     disconnected = False
 
@@ -111,7 +111,7 @@ class DisconnectWatch(HangUp):
     def __exit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
-            # The task's error refers to the frame of `_wait`, which refers to `self`. A cycle would keep the call in memory.
+            # The task's error refers to the frame of `_wait`, which refers to `self`. This cycle would keep the call in memory.
             self._task = None
 
     async def _wait(self) -> None:

@@ -21,7 +21,7 @@ from turngate.server.scopes import MODEL_CALLS, Scopes
 from turngate.store.projects import DEFAULT_PROJECT, OPERATOR_CALLER, SCOPE_NAMES, ApiKey, Caller
 from turngate.telemetry.logs import register_secrets
 
-if TYPE_CHECKING:  # the front process imports this module, and must not load heavy ones
+if TYPE_CHECKING:  # the front process imports this module, and must not load heavy modules
     from turngate.gateway.api_keys import KeyRing
     from turngate.gateway.sessions import Sessions
     from turngate.trace.session import Session, SessionConfig
@@ -139,7 +139,7 @@ class Auth:
         """Return the session of a model call.
 
         If the path names the session, the key must be the session's secret, the admin key, or an API key with a scope for model calls.
-        Otherwise the key must be a secret, which identifies the session.
+        Otherwise, the key must be a session's secret, which also identifies the session.
         """
         if session_id is not None:
             self._require_access(key, session_id)
@@ -182,8 +182,8 @@ class Auth:
     def trusts(self, scope: Scope) -> bool:
         """Return whether a request of a prime-rl client needs no key.
 
-        It needs none if `open_loopback` is set, the request comes from this machine, and the project is `default`. A request that carries
-        a key needs a valid one: if an invalid key were ignored, the answer would reveal whether the project that the key names exists.
+        No key is needed if `open_loopback` is set, the request comes from this machine, and the project is `default`. But a request that
+        carries a key needs a valid one: if an invalid key were ignored, the answer would reveal whether the key's project exists.
         """
         is_open = self._open_loopback and self._project == DEFAULT_PROJECT
         client = scope.get("client")

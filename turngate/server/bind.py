@@ -1,6 +1,6 @@
 """Listen for connections, and publish the gateway's address in the data folder.
 
-The front process imports this module, so this module imports no heavy ones.
+The small parent process of the workers (`workers/front.py`) imports this module, so this module imports no heavy ones.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
     engine = f"engine {config.engine} · model {config.model or 'any'}"
     if config.is_shared:
         managed = f"manages the {config.engine} engines of all cells" if config.has_pool else "manages no engines"
-        engine = f"{managed} · sessions are opened at the gateways of cells"
+        engine = f"{managed} · open sessions at the cells' gateways"
     key = locate_admin_key(config.folder)
     return f"turngate listens on http://{host}:{port} · {workers}{engine} · data {config.data_name} · the admin key is {key}"
 

@@ -18,9 +18,9 @@ from turngate.errors import BadRequest, TooLarge, TurngateError
 T = TypeVar("T")
 MSGPACK = "application/msgpack"
 MAX_BODY = 1_000_000
-MAX_MSGPACK_BODY = 32_000_000  # four million tokens
+MAX_MSGPACK_BODY = 32_000_000  # enough for four million tokens
 MAX_DEPTH = 200  # maximum nesting of lists and objects in a body
-_MAX_DIGITS = 18  # maximum for an integer in a query, so that it fits into the store
+_MAX_DIGITS = 18  # maximum number of digits in a query's integer, so that the integer fits into the store
 _MAX_SHOWN = 100  # how many characters of a wrong value an error quotes
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=10**_MAX_DIGITS)]  # an integer in a query
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -29,7 +29,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": Fals
     "off": False,
 }
 # The quantifiers are possessive, because backtracking would need 140 bytes of memory per byte of a string. An unterminated string also
-# matches. Otherwise, the search would start again at each escaped quote in it, which would take hours for a body of 1 MB.
+# matches. Otherwise, the search would restart at each escaped quote in that string, which would take hours for a body of 1 MB.
 _JSON_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _NAME_END = re.compile(rb"\s*:")
 
@@ -139,7 +139,7 @@ def _wrong(name: str, expected: str, text: str) -> BadRequest:
 
 
 def find_too_deep(raw: bytes) -> str | None:
-    """Return the name of the top-level field of a JSON body whose value is nested deeper than `MAX_DEPTH`.
+    """Return the name of the top-level field in a JSON body whose value is nested deeper than `MAX_DEPTH`.
 
     Return "" if the nesting is not inside a named field, and None if no value is nested too deeply. The check runs before decoding, because
     the depth that a decoder can handle depends on the call stack.

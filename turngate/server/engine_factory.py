@@ -28,7 +28,7 @@ log = logging.getLogger("turngate")
 
 
 def build_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
-    """Load the configured tokenizer's renderer and its certificate. Both are None in observe mode, which needs no renderer."""
+    """Load the configured tokenizer's renderer and the renderer's certificate. Both are None in observe mode, which needs neither."""
     if config.engine in OBSERVED_ENGINES:
         return None, None
     name = config.tokenizer or (config.model_folder if config.engine == "local" else "")

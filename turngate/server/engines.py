@@ -32,8 +32,8 @@ class _EngineBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class AddEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines`.
 
-    `version` declares that the engine already has the weights of this version. If another program loaded the current weights into the other
-    engines, the gateway cannot load them into this one, so `version` is required and must be the current version.
+    `version` declares that the new engine already has the weights of this version. If another program loaded the current weights into the
+    existing engines, the gateway cannot load those weights into the new one, so `version` is required and must be the current version.
     """
 
     version: Version | None = None

@@ -35,7 +35,7 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TakeOverQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the last delivery that the trainer has processed, and `mark` identifies the feed of that delivery."""
+    """Query parameters. `after` is the last delivery that the trainer has processed, and `mark` identifies that delivery's feed."""
 
     after: Whole | None = None
     mark: str = ""
@@ -44,7 +44,8 @@ class TakeOverQuery(msgspec.Struct, frozen=True):
 class DeliveriesQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Query parameters. `reader` is the reader's token. The reply waits up to `wait` seconds for a delivery with a number above `after`.
 
-    By default, `after` is the last committed number. With `form=tree`, the rows of a group are a tree, with each shared prefix once.
+    By default, `after` is the last committed number. With `form=tree`, the rows of a group are returned as a tree, with each shared prefix
+    once.
     """
 
     reader: str = ""

@@ -1,4 +1,4 @@
-"""The projects of a gateway other than `default`: choose the project of each request, and open each project on its own store."""
+"""A gateway's projects other than `default`: choose the project of each request, and open each project on its own store."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class HostedProject(ProjectGateway):
 class HostedProjects:
     """The projects that a gateway serves besides `default`.
 
-    Each one is opened when the gateway starts or at its first request. Worker 0 of a cell also opens projects that are created later.
+    A project is opened when the gateway starts, or at the project's first request. Worker 0 of a cell also opens projects that are created
+    later.
     """
 
     def __init__(self, host: ProjectGateway) -> None:
@@ -95,9 +96,9 @@ class HostedProjects:
         while True:
             try:
                 if self._host.cell is not None and self._host.shard.number == 0:
-                    self._open_known()  # this worker ships the sessions of all workers, so it needs their projects
+                    self._open_known()  # this worker ships the sessions of all workers, so it opens all projects
                 if self._host.cell is not None and len(self._host.projects.ring.list_projects()) > 1:
-                    self._host.shares.is_active = True  # other cells may serve those projects with the same engines
+                    self._host.shares.is_active = True  # other cells may serve the other projects with the same engines
                 deleted = self._host.projects.ring.list_deleted() - self._removed
             except (TurngateError, OSError) as error:
                 log.warning("cannot follow the list of projects: %s; retrying", error)

@@ -64,8 +64,8 @@ def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None, **more:
 def read_cursor(request: Request, after: str) -> int:
     """Return the sequence number of the last event that the client has received, or 0 if it has received none.
 
-    It comes from the header `Last-Event-ID`, or else from `after`. Older clients may send one number per worker, such as `12.7`, of which
-    the lowest is used.
+    The number comes from the header `Last-Event-ID`, or else from `after`. Older clients may send one number per worker, such as `12.7`.
+    In this case, the lowest number is used.
     """
     text = request.headers.get("last-event-id", "") or after
     if not text:

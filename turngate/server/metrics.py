@@ -1,8 +1,8 @@
 """`GET /metrics` for Prometheus, with the values of all workers.
 
-With the admin key, or the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), it returns the sums over all projects. A
-request for one project (with an API key, or with the admin key and the name of a project other than `default`) returns only the values of
-that project, without those of the process.
+With the admin key, or the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), the endpoint returns sums over all projects.
+A request for one project (with an API key, or with the admin key and the name of a project other than `default`) returns only the values
+of that project, and no process metrics.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ LAG_INTERVAL_S = 0.5  # interval between measurements of the event loop's delay
 _MAX_FEEDS = 100  # only the newest feeds are reported
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 Gauges = dict[str, Iterable[tuple[Labels, float]]]
-# Fetches the other workers' snapshots for one project, or for all projects if the argument is None. A worker that does not answer
-# has the value None.
+# Fetches the other workers' snapshots for one project, or for all projects if the argument is None. The value is None for a worker that
+# does not answer.
 CollectOthers = Callable[[str | None], Awaitable[dict[int, MetricsSnapshot | None]]]
-_PROCESS_FAMILIES = ("turngate_loop_lag_seconds",)  # metrics of the process, which projects do not see
+_PROCESS_FAMILIES = ("turngate_loop_lag_seconds",)  # process metrics, which a request for one project does not return
 
 
 class MetricsQuery(msgspec.Struct, frozen=True):
@@ -136,7 +136,7 @@ class MetricsEndpoint:
         return merge_snapshots([own, *(project.project_snapshot() for project in self.hosted)]) if self.hosted else own
 
     async def _snapshot_with_shared(self, silent_workers: int) -> MetricsSnapshot:
-        """Return this worker's metrics for all projects, and those that are the same for all workers, such as those of the feeds."""
+        """Return this worker's metrics for all projects, and the metrics that all workers have in common, such as feed metrics."""
         own = await self.snapshot()
         shared = self._metrics.snapshot(
             {

@@ -1,6 +1,6 @@
 """Model calls over HTTP, in every dialect: find the session, run the turn, and stream or collect the reply.
 
-Errors of these calls are rendered here, in the dialect's format. A reply that is not streamed is a collected stream.
+Errors are rendered here, in the dialect's format. A non-streaming reply is collected from the same stream.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class ModelCalls:
         return await self._auth.session(dialect.read_key(headers, query), session_id)
 
     async def load_trace(self, session: Session) -> None:
-        """Load the trace of an evicted session. If that fails, the error becomes the session's last error, so the agent is not blamed."""
+        """Load the trace of an evicted session. A failure becomes the session's last error, so that the agent is not blamed for it."""
         try:
             await self._loader.load(session)
         except StoreError as error:
@@ -256,7 +256,7 @@ class ModelCalls:
                 await stream.write(encoder.error(error), last=True)
 
     async def refuse_unserved(self, request: Request, dialect: Dialect, error: TurngateError) -> TurngateError:
-        """Record a model call to an unknown route as refused, if it belongs to a session. Return the error to answer with."""
+        """Record a model call to an unknown route as refused, if the call belongs to a session. Return the error to answer with."""
         named = SESSION_PATH.match(request.url.path.encode("utf-8", "surrogatepass"))
         session_id = named[1].decode("utf-8", "surrogatepass") if named is not None else None
         try:

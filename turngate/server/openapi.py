@@ -23,7 +23,7 @@ from turngate.types import Json
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _dialects: dict[str, Dialect] = {dialect.name: dialect for dialect in DIALECTS}
 _DESCRIPTION = (
-    "Turngate records every token of the model calls of coding agents. Model calls need the secret of a session or, if the path names "
+    "Turngate records every token of coding agents' model calls. Model calls need the secret of a session or, if the path names "
     "the session, the admin key or an API key; most other routes need the admin key or an API key with one of the listed scopes. "
     "Bodies of the native API are JSON unless another media type is listed. In msgpack, binary values are raw bytes, not text."
 )
@@ -82,7 +82,7 @@ class _Schemas:
 
 
 def _replace_raw_defaults(kind: type) -> type:
-    """Return a type with the same fields, but without defaults of raw JSON, which a schema cannot represent."""
+    """Return a type with the same fields, but without raw JSON defaults, which a schema cannot represent."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return kind
     fields = msgspec.structs.fields(kind)
@@ -164,7 +164,7 @@ def _describe_parameters(operation: Operation) -> list[Json]:
 
 
 def _without_null(schema: dict[str, Json]) -> dict[str, Json]:
-    """Remove null from the schema of a query parameter, because a query parameter may be absent, but it cannot be null."""
+    """Remove null from the schema of a query parameter, because a query parameter can be absent but not null."""
     if "anyOf" not in schema:
         return schema
     (other,) = (one for one in schema["anyOf"] if one != {"type": "null"})

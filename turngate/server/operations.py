@@ -25,10 +25,11 @@ from turngate.store.events import GatewayEvent
 T = TypeVar("T")
 JSON = "application/json"
 CHUNK_BYTES = 256 * 1024
-CHUNK_S = 0.001  # CPU time that sending a chunk takes, at most
+CHUNK_S = 0.001  # upper limit on the CPU time that it takes to send a chunk
 Endpoint = Callable[..., Awaitable[Response]]
 # Who may call an operation. key: the admin key, or an API key with one of the scopes. session: the session's secret or, if the path names
-# the session, such a key. any key: the admin key, any API key, or a session's secret. page: a browser that is logged in to the page.
+# the session, a key as for `key`. any key: the admin key, any API key, or a session's secret. page: a browser that is logged in to the
+# page.
 Access = Literal["public", "key", "any key", "session", "page"]
 
 
@@ -78,7 +79,7 @@ class MsgpackReply(Response, Generic[T]):
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One route and method of the API. `body`, `query` and `reply` are types, or None if the endpoint declares none."""
 
-    path: str  # as Starlette writes it, such as `/admin/sessions/{id}/tools/{call:int}/answer`
+    path: str  # in Starlette's syntax, such as `/admin/sessions/{id}/tools/{call:int}/answer`
     method: str
     access: Access
     scopes: Scopes = frozenset()
@@ -113,7 +114,7 @@ class ApiRoute(Route):
         self.operation = operation
 
 
-# The operations of each endpoint function, by their other arguments.
+# A cache of operations: by endpoint function, then by the other arguments of `describe_operation`.
 _described: WeakKeyDictionary[Callable[..., Any], dict[Hashable, Operation]] = WeakKeyDictionary()
 
 

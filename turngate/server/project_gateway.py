@@ -1,6 +1,6 @@
 """The gateway of one project: an ASGI application over the project's own store.
 
-The engine, the fence and the keys are shared by all projects of a gateway (`app.py`).
+All projects of a gateway share the engine, the keys, and the fence at which calls wait during weight updates (`app.py`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ProjectGateway:
     renderer: Renderer | None
     engine: Engine | None
     relay: Relay | None
-    gate: Gate | None  # the engine, if the trainer is the engine
+    gate: Gate | None  # the engine, if the trainer generates the replies
     fence: Fence
     cell: Cell | None
     projects: Projects

@@ -1,4 +1,4 @@
-"""Routes to create, change and delete projects, to create, rotate and revoke keys, and to read the audit log. Any worker serves them."""
+"""Routes to create, change and delete projects, to create, rotate and revoke keys, and to read the audit log. Any worker can serve them."""
 
 from __future__ import annotations
 

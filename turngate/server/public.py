@@ -66,7 +66,8 @@ class PublicRoutes:
     async def health(self, request: Request) -> JsonReply[HealthReply]:
         """Tell load balancers whether an engine is up."""
         health = await self._engine_health()
-        has_engine = self._engine is not None or self._relay is not None  # otherwise, the data is in a shared store
+        # Only a gateway that serves a shared store can have neither.
+        has_engine = self._engine is not None or self._relay is not None
         ok = any(engine.ok for engine in health) or not has_engine
         return json_response(
             HealthReply(

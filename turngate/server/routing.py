@@ -17,7 +17,7 @@ SESSION_PREFIX = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
 # Headers that identify a dialect, because several dialects share paths such as /v1/models.
 _DIALECT_HEADERS = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
 
-# The ends of the paths of model calls, including calls to APIs that no dialect serves.
+# Path endings of model calls, including calls to APIs that no dialect serves.
 _CALL_SUFFIXES = (
     "/completions",
     "/responses",
@@ -43,7 +43,7 @@ class RouteMatch(msgspec.Struct, frozen=True):
     dialect: Dialect
     verb: Verb
     model: str = ""
-    socket: bool = False  # whether calls may also arrive over a WebSocket
+    socket: bool = False  # whether calls can also be made over a WebSocket
 
 
 class DialectRoutes:
@@ -83,7 +83,7 @@ def _describe_call(base: str, dialect: Dialect, route: Route) -> Operation:
         method="POST",
         access="session",
         scopes=MODEL_CALLS if base else frozenset(),
-        summary=_SUMMARIES[route.verb] + " Calls may also arrive over a WebSocket at this path." * route.socket,
+        summary=_SUMMARIES[route.verb] + " Calls can also be made over a WebSocket at this path." * route.socket,
         body=dialect.request_type,
         dialect=dialect.name,
     )

@@ -85,7 +85,7 @@ async def run_embedded(
     renderer: tuple[Renderer, Certificate] | None = None,
     wrap: Callable[[App], App] = lambda app: app,
 ) -> AsyncIterator[GatewayAddress]:
-    """Run a gateway in this process for the duration of the block. `wrap` may wrap the application, for example to observe requests."""
+    """Run a gateway in this process for the duration of the block. `wrap` can wrap the application, for example to observe requests."""
     gateway = Gateway(config, engine=engine, renderer=renderer)
     try:
         listener = open_listener(config)
@@ -228,8 +228,8 @@ def tune_interpreter() -> None:
 
     The vocabulary is excluded from garbage collection. Otherwise, half a million permanent objects would be scanned again and again.
 
-    Threads release the interpreter lock more often than every 5 ms, which is Python's default. A turn waits for the engine and for sockets
-    several times. After each wait, it needs the lock, which a thread that reads the store could otherwise keep for up to 5 ms.
+    Threads release the interpreter lock every 0.5 ms, instead of every 5 ms as by default. A turn waits for the engine and for sockets
+    several times. After each wait, the turn needs the lock, which a thread that reads the store could otherwise keep for up to 5 ms.
     """
     gc.collect()
     gc.freeze()

@@ -270,7 +270,7 @@ class CallSocket:
             if self._held_bytes and self._held_bytes + len(raw) > self._calls.max_body:
                 raise TooManyLanes(
                     f"with this call, the waiting and running calls of this connection would exceed {self._calls.max_body} bytes "
-                    "(setting max_body_mb); send it again when another call has ended"
+                    "(setting max_body_mb); send this call again when another one has ended"
                 )
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:

@@ -1,6 +1,6 @@
 """Routes to pause and resume calls and to update weights, under `/admin/fence` and `/admin/weights`.
 
-They require the admin key. An API key may only read the state of the fence.
+They require the admin key. An API key may only read the state of the fence, at which calls wait while they are paused.
 """
 
 from __future__ import annotations

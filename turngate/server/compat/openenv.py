@@ -52,10 +52,10 @@ _ENGINE_FIELDS = (
     "api_key",
     "auth_header",
     "provider",
-)  # in OpenEnv, these fields let a session choose the engine; here, it cannot
+)  # in OpenEnv, these fields choose the session's engine; here, they are rejected
 _MAX_INT = 2**31 - 1  # the largest integer that engines accept
-_MAX_LISTED = 1000  # sessions in a list
-_PAGE = 200  # sessions to read at once, most of which may be those of other clients
+_MAX_LISTED = 1000  # maximum number of sessions in a list
+_PAGE = 200  # sessions to read at once; many of them may not have been opened through this API
 _METADATA_KEY = "openenv"  # metadata key that marks sessions opened through this API
 
 

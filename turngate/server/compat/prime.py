@@ -196,7 +196,10 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
 
 
 def _encode_experts(turn: Sampled, arrays: Sequence[SideArray]) -> Json:
-    """Encode a turn's routed experts in the format of verifiers. They start at token `start`, counted from the beginning of the prompt."""
+    """Encode a turn's routed experts in the verifiers library's format.
+
+    `start` is the position of the first token that has values, counted from the start of the prompt.
+    """
     if len(arrays) != 1:
         return None  # there are none, or they cover separate parts of the prompt, which the format cannot express
     [array] = arrays

@@ -125,7 +125,10 @@ class EventStreamRoutes:
             await asyncio.sleep(_INTERVAL_S)
 
     def _find_changes(self, store: Store, *, after: int) -> dict[str, Json]:
-        """Read the changes to the lists, and encode the changed rollouts. Runs in the reader's thread, the only one that may use them."""
+        """Read the changes to the lists, and encode the changed rollouts.
+
+        This runs in the reader's thread, because no other thread may use the views.
+        """
         changes = self._reader.views.overview.list_changes(store, after)
         return {**changes, "rollouts": [encode_piece(row) for row in changes["rollouts"]]}
 

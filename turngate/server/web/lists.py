@@ -20,7 +20,7 @@ from turngate.views.filters import RolloutQuery
 from turngate.views.rollout_entry import Status
 
 _MAX_ROWS = 500
-_MAX_UNREAD_TRACES = 512  # maximum number of traces to read for one group; no trainer's group is larger
+_MAX_UNREAD_TRACES = 512  # maximum number of traces to read for one group; trainers use smaller groups
 
 
 class RolloutListQuery(msgspec.Struct, frozen=True, rename={"kind": "class"}):
@@ -85,8 +85,8 @@ class ListRoutes:
         """Show one group.
 
         Whether a rollout contributes to the advantages depends on its trace. Each trace is read in a separate query, so that other requests
-        are served in between. If more than `_MAX_UNREAD_TRACES` would have to be read, none is, and all rollouts with sampled tokens
-        are assumed to contribute.
+        are served in between. If more than `_MAX_UNREAD_TRACES` traces would have to be read, none are read, and all rollouts
+        with sampled tokens are assumed to contribute.
         """
         name = query.name
         graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))

@@ -28,7 +28,7 @@ _IDLE_S = 1.0  # interval between updates of the lists of a shared store
 
 
 class PageReader:
-    """A reader that runs the page's queries one at a time in its thread. Only queries may use `views`. Close it when the gateway stops."""
+    """Runs the page's queries one at a time in its own thread. Only queries may use `views`. Close the reader when the gateway stops."""
 
     def __init__(self, store: Store, tokenizer: Tokenizer | None) -> None:
         self._thread = StoreReader(store, "page")

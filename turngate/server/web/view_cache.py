@@ -31,7 +31,7 @@ _MAX_ROLLOUTS = 4  # maximum number of cached rollout views
 _MAX_FACTS = 4096  # maximum number of ended rollouts whose facts are cached
 _LOG_CHARS = 16_000
 _MAX_TOOL_CALLS = 200
-_ENTROPY = "mean negative log-probability of the sampled tokens that have one: an estimate of the policy's entropy"
+_ENTROPY = "mean negative log-probability of the sampled tokens, where known: an estimate of the policy's entropy"
 
 
 class ViewCache:

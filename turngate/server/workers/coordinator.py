@@ -1,7 +1,9 @@
-"""Coordinate the workers: worker 0 pauses and resumes calls for all workers, and any worker collects the metrics of all.
+"""Coordinate the workers.
 
-The fence's state is written to the store before the workers are notified. A worker that restarts during a pause is therefore paused again,
-at the right version. If a worker is restarting, a change of the fence waits for it.
+Worker 0 changes the engines, and pauses and resumes calls, for all workers. Any worker can collect the metrics of all workers.
+
+Each worker has a fence, at which calls wait during weight updates. A change is written to the store before the other workers are notified,
+so a worker that restarts during a pause is paused again, at the right version. A pause or resume waits for any worker that is restarting.
 """
 
 from __future__ import annotations
@@ -143,7 +145,10 @@ class Coordinator:
     # ── requests between workers ────────────────────────────────────────────────────────────────────────────────
 
     async def _ask_all(self, method: str, target: str, body: object = None) -> list[WorkerFence]:
-        """Send a request to all other workers and return their answers. Raise `Stopping` if a worker fails to answer twice."""
+        """Send a request to all other workers and return their answers.
+
+        A request that fails is sent once more. If it fails again, `Stopping` is raised.
+        """
 
         content = None if body is None else msgspec.json.encode(body)
 
@@ -156,7 +161,7 @@ class Coordinator:
         return list(await asyncio.gather(*map(ask_twice, self._peers.others)))
 
     async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> WorkerFence:
-        # Draining may take as long as the longest model call. Other requests are quick unless the worker hangs.
+        # Draining can take as long as the longest model call. Other requests are quick unless the worker hangs.
         limit = None if target.endswith(("/drained", "/idle")) else RESTART_WAIT_S
         try:
             async with (

@@ -1,10 +1,10 @@
 """Forward a request that reached the wrong worker to the worker that owns the session.
 
-The front assigns most connections to the right worker, based on their first request. It cannot do so for connections that serve several
-sessions, for requests that open sessions, or for secrets that do not contain the session's slot, which determines the worker. These
-requests are forwarded unchanged over the owner's private Unix socket, and the reply is streamed back. If the client disconnects, the
-forwarded request is closed too. A WebSocket is forwarded frame by frame. A request that arrived over a private socket is not forwarded
-again.
+The front (the parent process, which accepts connections) assigns most connections to the right worker, based on their first request. It
+cannot do so for connections that serve several sessions, for requests that open sessions, or for secrets that do not contain the session's
+slot, the number that determines the worker. These requests are forwarded unchanged over the owner's private Unix socket, and the reply is
+streamed back. If the client disconnects, the forwarded request is closed too. A WebSocket is forwarded frame by frame. A request that
+arrived over a private socket is not forwarded again.
 """
 
 from __future__ import annotations

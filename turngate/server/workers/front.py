@@ -1,10 +1,10 @@
-"""The parent process of `turngate serve --workers N`: accept connections and hand each to the worker of its session.
+"""The front, the parent process of `turngate serve --workers N`: accept connections and hand each to the worker of its session.
 
     accept → read the head of the first request → find the session's worker → pass it the connection and the bytes read so far
 
 From then on, the connection belongs to the worker, so the front adds a cost per connection, not per call. The front holds the data folder's
-lock, starts the workers, restarts any that die, and stops them all on a signal. All that it knows about a session is its slot, which
-determines the worker. To keep the process small, it imports no heavy modules.
+lock, starts the workers, restarts any that die, and stops them all on a signal. All that it knows about a session is its slot, a
+number that is derived from the session's id and determines the worker. To keep the process small, the front imports no heavy modules.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(WAIT_S, self._give_up)
 
     def _hand_over_waiting(self) -> None:
-        """Hand over as many connections as the socket to the worker accepts now, and the others when the socket is writable again."""
+        """Hand over as many connections as the socket to the worker accepts now, and the rest when the socket is writable again."""
         loop, pair = asyncio.get_running_loop(), self._pair
         while self._waiting and pair is not None:
             connection, head, _ = self._waiting[0]

@@ -1,6 +1,6 @@
-"""A worker process: a complete gateway that receives its connections from the front.
+"""A worker process: a complete gateway that receives its connections from the front, the parent process (`front.py`).
 
-The front starts it as `python -m turngate.server.workers.worker` and writes a `WorkerStart` to its standard input.
+The front runs `python -m turngate.server.workers.worker` and writes a `WorkerStart` to the worker's standard input.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def _serve(start: WorkerStart, pair: socket.socket, gateway: Gateway) -> N
 
 
 class WorkerGateway:
-    """A worker's gateway, with its peers. `inside` is the application on the private socket, and `outside` is the public one."""
+    """A worker's gateway and its peers. `inside` is the application on the private socket, and `outside` is the public one."""
 
     def __init__(self, gateway: Gateway, shard: Shard, folder: Path, run: str) -> None:
         self.gateway = gateway
@@ -104,7 +104,7 @@ class WorkerGateway:
         await self.gateway.stop()
 
     async def _serve_inside(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve requests of other workers, forwarded requests and, in worker 0, the routes that concern all workers."""
+        """Serve requests from other workers, forwarded requests and, in worker 0, the routes that concern all workers."""
         if scope["type"] == "websocket":
             await self.gateway(scope, receive, send)
         elif scope["path"].startswith(INTERNAL_PREFIX) and self._is_from_peer(scope):

@@ -1,6 +1,6 @@
 /**
  * The gateway's API for the page: one function per route of `/page/api`. Only this module makes requests, except for event streams, for
- * which it returns the address. It calls `signedOut` when a login has expired.
+ * which it returns the addresses. It calls `signedOut` when a login has expired.
  *
  * `turngate/server/web` defines the replies.
  */

@@ -18,7 +18,7 @@ export function scale(low, high, from, to) {
 const FINEST = 1e-11;
 
 /**
- * Return about `wanted` round numbers from `low` to `high`, or just the two ends if there are no distinct ones.
+ * Return about `wanted` round numbers from `low` to `high`, or just `low` and `high` if no distinct round numbers lie between them.
  * @param {number} low
  * @param {number} high
  * @param {number} wanted

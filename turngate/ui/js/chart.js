@@ -1,6 +1,6 @@
 /**
- * Small charts: lines, dots and bars with axes, units and a legend, and a table of the same data for screen readers. Arrow keys move
- * through the points as the pointer does.
+ * Small charts: lines, dots and bars with axes, units and a legend, and a table of the same data for screen readers. The arrow
+ * keys, like the pointer, select points.
  */
 
 import { el, svg } from "./dom.js";

@@ -1,4 +1,4 @@
-/** Format numbers with units, and times as relative and exact. */
+/** Format numbers, durations, and relative and exact times. */
 
 import { el } from "./dom.js";
 

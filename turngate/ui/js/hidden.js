@@ -3,7 +3,7 @@
  * cannot disguise a name or an output.
  */
 
-/** Invisible characters, except tab, newline, joiners, emoji variation selectors and visible spaces, which change what is shown. */
+/** Invisible characters, except those that change what is shown: tab, newline, joiners, emoji variation selectors and visible spaces. */
 export const HIDDEN = new RegExp(
   `[${[
     "\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad", // control characters, soft hyphen

@@ -1,5 +1,5 @@
 /**
- * What training changed: rewards by kind of task, entropy, and the task that improved most, with a rollout from before and one from after.
+ * What training changed: rewards by kind of task, entropy, and the task that improved most, with an early and a late rollout.
  * `turngate/views/improvement.py` chooses the task and the rollouts.
  */
 
@@ -78,7 +78,7 @@ function versionsText(span) {
   return span.first === span.last ? `version ${span.first}` : `versions ${span.first}–${span.last}`;
 }
 
-/** A panel with one rollout of an early and one of a late policy version. `draw` loads rollouts only if the pair has changed. */
+/** A panel with a rollout of an early policy version and one of a late version. `draw` loads rollouts only if the pair has changed. */
 export class BeforeAfter {
   constructor() {
     this.element = el("div.page-part");
@@ -110,7 +110,7 @@ export class BeforeAfter {
     return panel(
       `Before and after: ${example.task}`,
       `The task whose mean reward rose most: from ${meanText(before)} in ${first} to ${meanText(after)} in ${last}. ` +
-        "Shown are the rollouts with the rewards closest to these means, from the first and the last policy version at which the task " +
+        "The rollouts below have the rewards closest to these means, among those of the first and the last policy version at which the task " +
         `was run (${before.version} and ${after.version}).`,
       el("p", null, el("a", { href: href(["compare", before.rollout, after.rollout]), text: "Compare them turn by turn" })),
       this.body,
@@ -129,7 +129,7 @@ export class BeforeAfter {
           await side.converse();
         }),
       );
-      if (chosen !== this.rollouts) return; // others were chosen in the meantime
+      if (chosen !== this.rollouts) return; // other rollouts were chosen in the meantime
       fill(
         this.body,
         column("Before", before.version, sides[0]),

@@ -43,7 +43,7 @@ export class List {
     this.index = new Map();
     /** @type {Set<number>} pieces that are loaded or loading */
     this.asked = new Set();
-    /** @type {Map<string, Json>} rows that changed while pieces were loading, and are newer */
+    /** @type {Map<string, Json>} rows that changed while pieces were loading, and are newer than the pieces */
     this.heard = new Map();
     this.coming = 0;
     this.total = 0;
@@ -70,7 +70,7 @@ export class List {
     await this.#fetch(first, age, true);
   }
 
-  /** Replace those of `rows` that the list has loaded. Return whether it has loaded all of them. @param {Json[]} rows */
+  /** Update the rows that the list has loaded. Return whether it has loaded all of `rows`. @param {Json[]} rows */
   update(rows) {
     let known = true;
     const touched = new Set();

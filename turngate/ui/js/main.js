@@ -1,11 +1,11 @@
 /**
- * The page: login, the view of each address, the bar, and the live connection. It imports the views; they do not import each other.
+ * The page: login, the view of each address, the bar, and the live connection. It imports the views, which do not import each other.
  *
  * A view is created by its `show(place)`. It is an object with
  *   element   the element to show
  *   title     the title of the window
  *   keys      its keyboard shortcuts (optional)
- *   changed   called with changes of rollouts (optional)
+ *   changed   called with changes to rollouts (optional)
  *   moved     called with a new address of the same view; returns false if the view must be created again (optional)
  *   leave     called when another view is shown (optional)
  */
@@ -110,7 +110,7 @@ function unknown(name) {
   };
 }
 
-/** After login, show the bar, connect, and show the view. The connection comes first, so that the view misses no change. */
+/** After login, show the bar, connect, and show the view. Connect before showing the view, so that the view misses no change. */
 async function enter() {
   bar.hidden = false;
   showState("waiting", 0);
@@ -131,7 +131,7 @@ async function enter() {
 }
 
 /**
- * While the lists of a shared store are being filled, say that rollouts are missing from them. Show the view again when they are complete.
+ * While the lists of a shared store are being filled, say that rollouts are missing from them. Show the view again when the lists are complete.
  * @param {api.Json} got
  */
 function watchFilling(got) {
@@ -188,7 +188,7 @@ function start() {
     route();
   });
   window.addEventListener("online", () => live.now());
-  api.onSignedOut(() => inside && ask("Your login has expired. Sign in again to continue where you were."));
+  api.onSignedOut(() => inside && ask("Your login has expired. Sign in again to continue where you left off."));
   keys.always([
     { key: "?", does: "show this list", run: help },
     { key: "g", does: "groups", run: () => go(href(["groups"])) },

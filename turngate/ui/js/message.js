@@ -94,7 +94,7 @@ function argumentsOf(given) {
   return JSON.stringify(parsed, null, 2);
 }
 
-/** Return the most informative argument: the command or the file. @param {any} given */
+/** Return the first text argument, which is usually the command or the file. @param {any} given */
 export function briefly(given) {
   const parsed = read(given);
   if (!parsed || typeof parsed !== "object") return String(given ?? "");

@@ -92,7 +92,7 @@ export class Record {
     return found.length ? found : this.path(this.tree.main);
   }
 
-  /** Return the leaf of a branch through a node: of a main branch if there is one, else of the longest. @param {number} node */
+  /** Return the leaf of a branch through a node: a main branch if there is one, otherwise the longest branch. @param {number} node */
   leafThrough(node) {
     const through = this.tree.branches.find((/** @type {Json} */ branch) => this.path(branch.leaf).includes(node));
     return through?.leaf ?? node;

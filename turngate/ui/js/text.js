@@ -1,5 +1,5 @@
 /**
- * Show text of agents and tools. Characters that would hide, reverse or overwrite text are replaced by visible signs, and a long text is
+ * Show text from agents and tools. Characters that would hide, reverse or overwrite text are replaced by visible signs, and a long text is
  * shown in part until the user requests more.
  */
 

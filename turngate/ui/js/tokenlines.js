@@ -33,7 +33,7 @@ export class TokenLines {
     this.logprobs = [];
     /** @type {Set<number>} */
     this.special = new Set();
-    /** @type {Set<number>} tokens that are part of a character, which is shown by a different token */
+    /** @type {Set<number>} tokens that hold part of a character that another token shows */
     this.parts = new Set();
     /** @type {Line[]} */
     this.lines = [];

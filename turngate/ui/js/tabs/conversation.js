@@ -182,7 +182,7 @@ export class Conversation {
     ];
   }
 
-  /** Update what may change after a turn was stored: its role, its rewards, and whether it is trained. @param {number} id */
+  /** Update what can change after a turn was stored: its role, its rewards, and whether it is trained. @param {number} id */
   #refresh(id) {
     const head = this.shown.get(id)?.querySelector(".turn-head");
     const node = this.record.messages.get(id);
@@ -232,7 +232,7 @@ export class Conversation {
     this.#draw();
   }
 
-  /** Show a turn, after selecting its branch if that is not the current one. @param {number} node */
+  /** Show a turn. If it is not in the current branch, select its branch first. @param {number} node */
   #choose(node) {
     if (!this.#path().includes(node)) {
       this.leaf = this.record.leafThrough(node);

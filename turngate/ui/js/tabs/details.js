@@ -98,7 +98,7 @@ function pairs(known) {
   );
 }
 
-/** How much of the prompts the engine had cached, if it reported that. @param {Json} totals */
+/** Return how many prompt tokens the engine had cached, or null if it did not report this. @param {Json} totals */
 function cacheRate(totals) {
   if (totals.cache_rate == null) return null;
   return `${count(totals.cached_tokens)} (${Math.round(100 * totals.cache_rate)} %)`;

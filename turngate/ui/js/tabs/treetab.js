@@ -1,4 +1,4 @@
-/** The tree of a rollout, its branches as training sees them, and each fork with the token at which it diverges. */
+/** The tree of a rollout, its branches as training sees them, and each fork with the token at which the branches diverge. */
 
 import { el, fill } from "../dom.js";
 import { count, number, plural } from "../format.js";

@@ -169,7 +169,7 @@ function steps(record) {
   return found;
 }
 
-/** Convert a message to one text for the comparison. It omits the ids of tool calls, which are random. @param {Json} message */
+/** Convert a message to text for the comparison. The ids of tool calls are omitted, because they are random. @param {Json} message */
 function spoken(message) {
   const calls = (message.tool_calls ?? []).map(
     (/** @type {Json} */ call) =>
@@ -178,7 +178,7 @@ function spoken(message) {
   return [message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
 }
 
-/** Return the lengths and kinds of the parts of a message whose text cannot be compared, or "" if there are none. @param {Json} message */
+/** Return the lengths and kinds of a message's parts that cannot be compared, or "" if there are none. @param {Json} message */
 function leftOut(message) {
   return message.cut || message.beyond ? JSON.stringify([message.cut ?? {}, message.beyond ?? ""]) : "";
 }

@@ -154,7 +154,7 @@ function layout(group, table, compare, traces) {
           : group.signal
             ? el("span.good", { text: "rewards differ" })
             : el("span.warn", { text: "all equal" }),
-        "Whether the rewards of trained rollouts differ: only then can a trainer learn from the group",
+        "Whether the rewards of rollouts with trainable tokens differ. If they do not, a trainer cannot learn from the group.",
       ],
       [
         "delivered",

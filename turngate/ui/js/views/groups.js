@@ -28,7 +28,7 @@ const COLUMNS = [
   {
     name: "signal",
     label: "Signal",
-    title: "Whether the rewards of trained rollouts differ: only then can a trainer learn from the group",
+    title: "Whether the rewards of rollouts with trainable tokens differ. If they do not, a trainer cannot learn from the group.",
     cell: (row) => signal(row),
   },
   { name: "count", label: "Rollouts", sort: "rollouts", cell: (row) => count(row.rollouts), num: true },
@@ -62,10 +62,10 @@ function rewards(row) {
 
 /** @param {Json} row */
 function signal(row) {
-  if (row.signal === null) return el("span.muted", { title: "fewer than two rewards of trained rollouts", text: "–" });
+  if (row.signal === null) return el("span.muted", { title: "fewer than two rollouts with trainable tokens have a reward", text: "–" });
   return row.signal
     ? el("span.good", { text: "✓ differ" })
-    : el("span.warn", { title: "all rewards of trained rollouts are equal, so there is nothing to learn", text: "= all equal" });
+    : el("span.warn", { title: "all rollouts with trainable tokens have the same reward, so there is nothing to learn", text: "= all equal" });
 }
 
 /**

@@ -13,7 +13,7 @@ import { addressOf, facts, nameOf, rewardCell, state, versions } from "../status
 
 const CLASSES = ["graded", "agent failed", "invalid task", "infrastructure fault"];
 const SUMMARY_MS = 3000; // how often the summary is reloaded while it changes
-const AGAIN_MS = 1500; // the same for the list
+const AGAIN_MS = 1500; // how often the list is reloaded while it changes
 const LIVE = ["starting", "running", "finishing"];
 
 /** @type {import("../list.js").Column[]} */

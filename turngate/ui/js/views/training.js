@@ -1,6 +1,6 @@
 /**
- * Training progress: rewards by time, version, step or kind of task; a rollout from early in training and a late one; staleness;
- * throughput; entropy; how log-probabilities of trainer and engine differ; and the state of each feed.
+ * Training progress: rewards by time, version, step or kind of task; an early and a late rollout; staleness; throughput; entropy;
+ * how the trainer's log-probabilities differ from the engine's; and the state of each feed.
  */
 
 import * as api from "../api.js";
@@ -17,7 +17,7 @@ import { href, note } from "../router.js";
 /** @typedef {import("../api.js").Json} Json */
 
 const AGAIN_MS = 5000; // how often the view is reloaded while things change
-const ENTROPY_MS = 30000; // how often the entropy is reloaded, which reads traces
+const ENTROPY_MS = 30000; // how often the entropy is reloaded; each reload reads traces
 
 /**
  * @param {import("../router.js").Place} place
