@@ -85,7 +85,7 @@ class Client:
         self._tokenizer = given.tokenizer
         self._cluster = _choose_cluster(given)
         self._data = None if given.data is None or self._cluster is not None else Path(given.data)
-        # Service settings that the caller passed keep the service's own defaults.
+        # If the caller passed service settings, those that they omit keep the service's own defaults.
         self._is_configured = given.config is not None or isinstance(model, ServiceConfig)
         self._config, self._key = models.resolve_model(
             model,
@@ -465,7 +465,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
-    """Return the next result, or None if there are no more. If a worker failed, raise its error, which may affect all rollouts."""
+    """Return the next result, or None if there are no more. If a worker has failed, raise its error: it may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

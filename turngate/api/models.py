@@ -169,9 +169,9 @@ def find_agent_name(agent: str) -> str:
 
 
 def list_agents_with(agent: str) -> list[str] | None:
-    """Return the value of the setting `agents` with which a service allows `agent`: the presets and `agent`.
+    """Return a value of the setting `agents` that makes a service allow `agent`: the presets and `agent`.
 
-    Return None if the service allows `agent` by default. It allows `shell` or an agent's TOML file only if the setting lists it.
+    Return None if the service allows `agent` by default, which is true for every preset except `shell`, but not for TOML files.
     """
     if not agent or (agent == find_agent_name(agent) and agent != _SHELL):
         return None

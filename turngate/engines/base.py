@@ -65,9 +65,9 @@ class Chunk(msgspec.Struct, frozen=True):
 
     `ids` includes a sampled stop token. `logprobs` has one entry per id, or is None if the engine returned no log-probabilities.
     `prompt` contains the prompt ids that the engine echoed, if requested. `versions` contains the policy versions of the first and the last
-    of these tokens, if the engine reports them. `alternatives` contains the most likely ids at each position with their
+    token in `ids`, if the engine reports them. `alternatives` contains the most likely ids at each position with their
     log-probabilities, if requested. `cached` is the number of prompt tokens that were in the engine's cache, if the engine reports it.
-    `version_runs` lists the policy versions of all tokens of the reply so far as (version, number of tokens), if the engine reports them.
+    `version_runs` lists (policy version, number of tokens) for the whole reply so far, if the engine reports versions.
     `counted` is the number of sampled tokens in the whole reply, if the engine reports it.
     `side` contains further data for tokens of the prompt and of the reply so far, such as routed experts and sampling masks.
     """
@@ -166,7 +166,7 @@ class RelayChunk(msgspec.Struct, frozen=True):
 
 
 class Relay(Protocol):
-    """The interface of an endpoint in observe mode, which renders prompts and parses replies itself."""
+    """The interface of an observe-mode endpoint. Such an endpoint renders prompts and parses replies itself."""
 
     name: str
 

@@ -16,11 +16,11 @@ _STEP_BYTES = 2**18
 
 
 class Base64Field:
-    """A long base64 field of a JSON reply. `feed` removes the field's content from the reply, and `take` returns it, decoded."""
+    """A long base64 field of a JSON reply. `feed` removes the field's content from the reply, and `take` returns the decoded content."""
 
     def __init__(self, name: str, engine: str, max_bytes: int) -> None:
         self.size = 0  # of the decoded content, in bytes
-        # One array that grows would be moved from time to time, which blocks the event loop for up to 10 ms.
+        # A single growing array would be moved from time to time, which blocks the event loop for up to 10 ms.
         self._parts: list[bytes] = []
         self._name, self._engine, self._max_bytes = name, engine, max_bytes
         # These bytes cannot occur inside a JSON string, because quotation marks are escaped there.

@@ -69,7 +69,7 @@ class GateCall:
         """Send all sampled tokens, or the remaining ones, and finish the call.
 
         `ids` includes the stop token. `logprobs` has one entry per id. Use None for an unknown log-probability, or for `logprobs` if all
-        are unknown; the turn is then recorded but never trained on. `version` is the policy version that sampled the tokens. By default,
+        are unknown; the turn is then recorded but never trained. `version` is the policy version that sampled the tokens. By default,
         the turn spans all versions since the call was taken.
         """
         await self._send_piece(ids, logprobs, finish, version)

@@ -153,7 +153,7 @@ class map_errors:  # lower case, because it is used like a function
         try:
             raise mapped from error
         finally:
-            # The error's traceback refers to this frame. A cycle would keep the request and its prompt until a garbage collection.
+            # The error's traceback refers to this frame. A cycle would keep the request in memory until a garbage collection.
             del mapped
 
 

@@ -8,8 +8,8 @@
 - Calls that this gateway has begun since the last report count as waiting once the lane is full, so a burst between two reports can
   crowd a lane. A lane is full at the number of calls that it was running when it was last reported as crowded. If it later runs more
   calls without being crowded, that number is unknown again.
-- A new session goes to a lane that is not crowded or, if all are crowded, to any lane. Among several, the one with the fewest calls is
-  chosen, then the one with the fewest sessions of this gateway.
+- A new session goes to a lane that is not crowded or, if all are crowded, to any lane. If several lanes qualify, the one with the fewest
+  calls is chosen. A tie goes to the lane with the fewest of this gateway's sessions.
 
 All functions here are pure.
 """
@@ -62,7 +62,7 @@ class LaneLoad(msgspec.Struct):
 
     @property
     def room(self) -> float:
-        """The number of calls that can begin before the lane is crowded. It is infinite if it is unknown how many calls fill the lane."""
+        """The number of calls that can begin before the lane is crowded, or infinity if it is unknown how many calls fill the lane."""
         if self.report is None:
             return inf
         if is_crowded(self.report):
@@ -107,5 +107,5 @@ def should_move(home: LaneLoad, best: LaneLoad) -> bool:
 
 
 def is_saturated(lanes: Sequence[LaneLoad]) -> bool:
-    """Return whether every lane is crowded, so that more calls would only wait longer. This is also true if there are no lanes."""
+    """Return whether every lane is crowded, so that more calls would only lengthen the queues. This is also true if there are no lanes."""
     return all(lane.is_crowded for lane in lanes)

@@ -89,12 +89,12 @@ class Pool:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether more calls would only wait longer. This is also true if no engine accepts calls."""
+        """Whether more calls would only lengthen the queues. This is also true if no engine accepts calls."""
         return self.waiting > 0 or is_saturated([lane.load for lane in self._lanes if lane.accepts_calls])
 
     @property
     def room(self) -> float:
-        """The number of calls that can begin before all engines are saturated. It is infinite if this number is unknown."""
+        """The number of calls that can begin before all engines are saturated, or infinity if this is unknown."""
         return 0 if self.waiting else sum(lane.load.room for lane in self._lanes if lane.accepts_calls)
 
     @property
@@ -104,7 +104,7 @@ class Pool:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether at least one engine accepts calls, and more calls would only wait longer."""
+        """Whether at least one engine accepts calls, and more calls would only lengthen the queues."""
         return self.accepts_calls and self.is_saturated
 
     # ── replicas that come and go ───────────────────────────────────────────────────────────────────────────────
@@ -124,7 +124,7 @@ class Pool:
             replica.watch()
 
     def set_draining(self, address: str, is_draining: bool) -> None:
-        """Stop or resume sending calls to a replica. After a stop, calls in flight continue, and its sessions move with their next call."""
+        """Stop or resume sending calls to a replica. After a stop, calls in flight continue, and sessions move with their next call."""
         self._find(address).is_draining = is_draining
 
     async def wait_until_idle(self, address: str) -> None:

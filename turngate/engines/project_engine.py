@@ -1,4 +1,4 @@
-"""A project's view of a shared engine, which separates the project's sessions and cached prefixes from those of other projects."""
+"""A project's view of a shared engine. It separates the project's sessions and cached prefixes from those of other projects."""
 
 from __future__ import annotations
 

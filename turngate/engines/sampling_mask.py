@@ -1,10 +1,11 @@
 """Sampling masks: the ids that top-k, top-p and min-p left to sample from, for each sampled token.
 
-A trainer needs them to compute the log-probability of a token under new weights over the same ids. What each engine returns:
+A trainer that computes a token's log-probability under new weights must normalize it over the same ids. What each engine returns:
 
 - local: the kept ids for every token, whatever the settings.
-- vLLM 0.32 (`--return-sampling-mask`, Model Runner V2): lists in the `generate` API, but none in the `completions` API. The server rejects
-  calls without `top_k`. It requires `--logprobs-mode processed_logprobs`, so its log-probabilities are over the kept ids.
+- vLLM 0.32 (`--return-sampling-mask`, Model Runner V2): lists in the `generate` API, but none in the `completions` API. With
+  this option, vLLM rejects calls without `top_k` and requires `--logprobs-mode processed_logprobs`, so its log-probabilities are over the
+  kept ids.
 - SGLang 0.5: lists for calls with `top_k` of at most `--sampling-mask-max-tokens`. Its usual log-probabilities are over the
   whole vocabulary, so it returns those over the kept ids separately.
 """

@@ -9,8 +9,8 @@ Peculiarities of SGLang's wire format:
   this applies to the ids, the log-probabilities, or both. `completion_tokens` counts all tokens so far, so it shows for each
   list which case applies.
 - An adapter is selected with `lora_path`, by the name it was loaded under.
-- `/abort_request` stops every request whose id *starts* with the given one. Our ids end in random digits of a fixed length, so
-  that each one matches only itself.
+- `/abort_request` stops every request whose id *starts* with the given one. Our ids end in a fixed number of random
+  digits, so that each one matches only itself.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SGLang:
         self._expert_shape = expert_shape  # the shape of routed experts, which SGLang does not report
         self._rank = rank
         self._ranks = ranks
-        self._initial: _ModelInfo | None = None  # the model at the start, once a different model has been loaded
+        self._initial: _ModelInfo | None = None  # the model that the server had before the first load; None until then
         self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._description: tuple[str, int | None] | None = None
@@ -162,7 +162,7 @@ class SGLang:
         seen = Health(url=self._client.url, ok=True, model=self.model, in_flight=self._client.in_flight)
         try:
             await self._client.ping("/health")
-            if self._description is None:  # asked only once: it never changes, and the server queries every rank for it
+            if self._description is None:  # requested only once, because the server queries every rank for it
                 self._description = await self._describe()
             wrong = await self._wrong_weights()
         except TurngateError as error:
@@ -223,7 +223,7 @@ class SGLang:
         try:
             mark = (await self._client.get("/get_model_info", _ModelInfo)).weight_version
         except TurngateError as error:
-            # Its weights may be wrong, and no turn may be recorded with a wrong version.
+            # The weights might be wrong, and a turn must not be recorded with a wrong version.
             return error.message
         self.reports_weights = mark is not None
         if mark is None or mark == str(expected.version):

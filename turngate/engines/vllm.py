@@ -4,9 +4,9 @@ Written against the request and response models of vLLM 0.32. The server needs t
 
 - `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the sampled distribution;
 - for `api="generate"`, `--enable-scale-out` on versions that require it;
-- for sampling masks, `api="generate"` and `--return-sampling-mask`, with which it rejects calls without `top_k`;
+- for sampling masks, `api="generate"` and `--return-sampling-mask` (calls without `top_k` are then rejected);
 - for routed experts, `api="generate"` and `--enable-return-routed-experts`, which vLLM's CPU backend does not support;
-- for `ranks`, an API server in front of several data-parallel ranks that honors `X-data-parallel-rank`;
+- for `ranks`, an API server that honors `X-data-parallel-rank`, in front of several data-parallel ranks;
 - to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment;
 - for adapters, `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
@@ -288,7 +288,7 @@ class VLLM:
             self.reports_weights = False  # the route does not exist, so no weights can have been loaded either
             return ""
         except TurngateError as error:
-            # Its weights may be wrong, and no turn may be recorded with a wrong version.
+            # The weights might be wrong, and a turn must not be recorded with a wrong version.
             return error.message
         if mark.startswith(_LOADING):
             return f"its update to weight version {mark.removeprefix(_LOADING)} has not completed; if it failed, restart the engine"

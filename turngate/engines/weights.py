@@ -67,7 +67,7 @@ class UpdatableReplica(Protocol):
         """Unload an adapter. Calls in flight may still use it."""
 
     def expect(self, weights: PolicyWeights | None) -> None:
-        """From now on, report the replica as unhealthy unless it has these weights. None accepts any weights."""
+        """From now on, report the replica as unhealthy unless it has these weights. With None, any weights are accepted."""
 
 
 class VersionSpan(msgspec.Struct):
@@ -121,6 +121,6 @@ def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int
 
 
 def list_updatable_replicas(engine: Engine | None) -> list[UpdatableReplica]:
-    """List those replicas of an engine that allow their weights to be changed."""
+    """List an engine's replicas whose weights can be changed."""
     members: list[object] = list(engine.engines()) if isinstance(engine, Pool) else [engine]
     return [member for member in members if isinstance(member, UpdatableReplica)]

@@ -54,7 +54,7 @@ class LocalEngine:
 
     `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. If the given model has a different dtype, the engine samples from a copy
     that is refreshed after every update. Otherwise trainer and engine share parameters. `slots` is the number of calls that are sampled
-    concurrently; other calls wait. `max_context` cannot exceed the model's own limit. Each slot reserves memory for that many tokens.
+    concurrently; other calls wait. `max_context` cannot exceed the model's own limit. Each slot reserves memory for `max_context` tokens.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class LocalEngine:
         Cached prefixes are recomputed, so each log-probability is computed with a single set of weights.
 
         `version` is the policy version after the update. If it is set, chunks carry the version that sampled them. Otherwise the
-        gateway's fence determines their version.
+        gateway records each chunk with the policy version that is current when the chunk arrives.
         """
         reached = self._worker.hold(drain)
         next_version: int | None = self._version
@@ -219,7 +219,10 @@ class LocalEngine:
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
         if self._folder is None:
-            raise EngineRejected(f"{self.name} shares its model with the trainer; load weights in the trainer")
+            raise EngineRejected(
+                f"{self.name} cannot restore its initial weights because it shares its model with the trainer; "
+                "restore them in the trainer"
+            )
         await self._load(self._folder, None)
 
     async def abort_all(self) -> None:

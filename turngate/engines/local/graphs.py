@@ -51,7 +51,7 @@ class GraphDecoder(Decoder):
         self._results: list[_Results] = []
         self._turn = 0
         model.angles(model.device)
-        if model.device.type == "cuda":  # on a CPU, only tests of the arithmetic run
+        if model.device.type == "cuda":  # false only in tests, which run the arithmetic on a CPU
             self._stream = torch.cuda.Stream(model.device)
             self._results = [
                 _Results(

@@ -1,8 +1,8 @@
 """Attention of one query per slot over the cache, the most expensive part of a step on a GPU.
 
-Each program reads the keys and values of one slot and head, up to the slot's length. This is four times as fast as torch's attention,
-which needs the same length for all slots. torch's CUDA builds on Linux include triton. Without triton, the plain version below reads the
-whole cache.
+Each triton program reads the keys and values of one slot and head, up to the slot's length. This is four times as fast as torch's
+attention, which needs the same length for all slots. torch's CUDA builds on Linux include triton. Without triton, the plain version below
+reads the whole cache.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from turngate.errors import BadRequest, EngineError, EngineRejected
 from turngate.types import CallDelta, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
 
 VERSION = "2023-06-01"
-# The API requires a limit on the answer, but agents of other dialects may set none. `MAX_TOKENS` is sent then, or `FEWER_TOKENS`
-# if the model rejects that as too high.
+# The API requires a limit on the answer, but agents of other dialects may set none. `MAX_TOKENS` is then sent, or `FEWER_TOKENS`
+# if the model rejects `MAX_TOKENS` as too high.
 MAX_TOKENS = 32_000
 FEWER_TOKENS = 4096
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}

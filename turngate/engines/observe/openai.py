@@ -324,7 +324,7 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the fields for thinking. OpenAI has no field that disables thinking, but servers of open models have one."""
+    """Build the fields for thinking. Thinking is disabled with a chat-template argument, which only servers for open models accept."""
     effort = reasoning_effort(request.call)
     fields: dict[str, Json] = {}
     if effort:
@@ -360,7 +360,7 @@ def _add_sampling(
     optional: dict[str, tuple[str, ...]],
     lost: list[str],
 ) -> None:
-    """Add the session's sampling, or the part of the agent's sampling that the endpoint supports."""
+    """Add the sampling that the session pins. If it pins none, add the agent's sampling settings that the endpoint supports."""
     if request.sampling is not None:
         _override_sampling(body, request.sampling, everything=capture.level == "tokens")
         return

@@ -1,4 +1,4 @@
-"""Shared parts of the observe-mode relays: send a call in the endpoint's format, and stream its answer as chunks.
+"""Shared parts of the observe-mode relays: send a call in the endpoint's format, and stream the answer as chunks.
 
 `anthropic`, `gemini` and `responses` extend `StreamingRelay`. `openai` has a relay of its own, because its endpoints can also return
 tokens.
@@ -84,7 +84,7 @@ def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
 
 
 class StreamingRelay:
-    """The base of relays that always stream.
+    """The base class of relays that always stream.
 
     The endpoint streams every answer, even if the agent did not ask for a stream, because a stream can be aborted.
     """
