@@ -41,7 +41,7 @@ def _about(description: str, panel: str) -> msgspec.Meta:
     return msgspec.Meta(description=description, extra={"panel": panel})
 
 
-# Differences between log-probabilities, in nats, at which their histogram has an edge.
+# Bucket edges of the histogram of log-probability differences, in nats.
 MISMATCH_STEPS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -49,9 +49,9 @@ class MismatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits above which a trainer's report about log-probabilities causes an alarm. 0 turns an alarm off."""
 
     difference: float = 0.2  # one of `MISMATCH_STEPS`
-    share: float = 0.05  # of tokens that differ by more, with the same weights
+    share: float = 0.05  # of tokens that differ by more than `difference`, with the same weights
     kl: float = 0.01  # between trainer and engine with the same weights, in nats per token
-    stale_kl: float = 0.1  # between the trainer and older weights that sampled
+    stale_kl: float = 0.1  # between the trainer's weights and the older weights that sampled the tokens
 
 
 _LIMITS = MismatchLimits()
@@ -88,16 +88,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routed_experts: Annotated[
         str,
         _about(
-            "Record the experts that a mixture-of-experts model chose for each token: auto (vLLM with engine_api generate), or "
-            "LAYERSxEXPERTS, such as 48x8: the numbers of layers and of experts per token (SGLang).",
+            "Record which experts a mixture-of-experts model chose for each token. Set this to auto (vLLM only) or to the model's "
+            "LAYERSxEXPERTS, such as 48x8 for 48 layers and 8 experts per token. vLLM also needs engine_api generate.",
             ENGINE,
         ),
     ] = ""
     sampling_masks: Annotated[
         bool,
         _about(
-            "Record which ids top-p, top-k and min-p left to sample from, so that turns sampled with them can be trained. Needs the "
-            "local engine, SGLang, or vLLM with engine_api generate.",
+            "Record which ids top-p, top-k and min-p left to sample from, so that turns sampled with these settings can be trained. Needs "
+            "the local engine, SGLang, or vLLM with engine_api generate.",
             ENGINE,
         ),
     ] = False
@@ -170,7 +170,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_loaded_mb: Annotated[
         float,
         _about(
-            "Memory limit in MB for the traces and calls in flight of each project in each worker. Above it, the least recently used "
+            "Memory limit in MB, per project and per worker, for traces and calls in flight. Above it, the least recently used "
             "sessions are evicted; 0 sets no limit.",
             LIMITS,
         ),
@@ -210,8 +210,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mismatch_difference: Annotated[
         float,
         _about(
-            "Count a token as different if trainer and engine, with the same weights, differ by more than this in its log-probability; "
-            "one of " + ", ".join(f"{step:g}" for step in MISMATCH_STEPS) + ".",
+            "Count a token as different if the log-probabilities that trainer and engine compute for it with the same weights differ by "
+            "more than this; one of " + ", ".join(f"{step:g}" for step in MISMATCH_STEPS) + ".",
             CHECKS,
         ),
     ] = _LIMITS.difference
@@ -276,7 +276,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
-        """The number of layers and of experts per token, or None to use the shape that the engine reports."""
+        """The number of layers and the number of experts per token, or None to use the shape that the engine reports."""
         found = EXPERT_SHAPE.fullmatch(self.routed_experts)
         return None if found is None else (int(found[1]), int(found[2]))
 
@@ -287,7 +287,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def data_name(self) -> str:
-        """The data folder, or the address of the shared store without a password."""
+        """The data folder, or the address of the shared store with any password removed."""
         return parse_database_url(self.data).name if self.is_shared else self.data
 
     def check(self) -> ServeConfig:
@@ -481,7 +481,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def check_engine_url(url: str, param: str) -> None:
-    """Raise `ConfigError` if the URL of an engine is invalid or contains a user name or password."""
+    """Raise `ConfigError` if an engine URL is invalid or contains a user name or password."""
     reject_credentials(
         url, param, "put the key in an environment variable and set engine_key_env to the variable's name"
     )

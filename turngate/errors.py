@@ -245,7 +245,7 @@ class SandboxStuck(SandboxGone):
 
 
 class SandboxTooLarge(SandboxError):
-    """The sandbox's own processes wrote more data, to files or as output, than its limits allow."""
+    """Processes in the sandbox wrote more data, to files or as output, than the sandbox's limits allow."""
 
     retry_safe = False
 

@@ -34,9 +34,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # as engines send it; fits into `ID_DTYPE`
 
 NO_IDS: Ids = np.empty(0, ID_DTYPE)
-SAMPLING_MASK = "sampling_mask"  # the name of side data: the ids that were left to sample from at each sampled token
+SAMPLING_MASK = "sampling_mask"  # name of the side data with the ids that each token was sampled from
 TRUNCATIONS = ("top_p", "top_k", "min_p")  # sampling parameters that a sampling mask describes completely
-VARIABLE = -1  # in the shape of a value: a list, whose length differs from token to token
+VARIABLE = -1  # in a value's shape: a dimension whose length differs from token to token
 
 
 class RaggedArray(msgspec.Struct, frozen=True, eq=False):
@@ -86,7 +86,7 @@ SideValues = np.ndarray | RaggedArray
 
 
 class SideArray(msgspec.Struct, frozen=True, eq=False):
-    """Side data: one value for each of several consecutive tokens. Token 0 starts the reply; prompt tokens have negative numbers."""
+    """Side data: one value for each of several consecutive tokens. The reply starts at token 0; prompt tokens have negative numbers."""
 
     name: str
     first: int  # the first token that has a value
@@ -199,7 +199,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
     name: str = ""
     signature: str = msgspec.field(default="", name="seal")  # like ToolCall.signature, but for the reasoning
-    # Why a text-only model cannot read the message, for example because it contains an image. Only an endpoint of the same dialect can.
+    # Why a text-only model cannot read the message, such as an image in it. Only an endpoint of the same dialect can read the message.
     unsupported: str = msgspec.field(default="", name="beyond")
 
 
@@ -244,7 +244,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
     @property
     def is_truncated(self) -> bool:
-        """Whether these parameters bias sampling in ways that a sampling mask describes completely."""
+        """Whether these parameters bias sampling only in ways that a sampling mask describes completely."""
         biases = self.biases()
         return bool(biases) and set(biases) <= set(TRUNCATIONS)
 
@@ -255,7 +255,7 @@ NEUTRAL = Sampling()
 class Constraint(msgspec.Struct, frozen=True):
     """A format that the output must have.
 
-    With kind `tools`, the output is a JSON list of calls; with `tool`, it is the arguments of the named tool. With `after_reasoning`, the
+    With kind `tools`, the output is a JSON list of calls; with `tool`, the arguments for the named tool. With `after_reasoning`, the
     model may reason first.
     """
 
@@ -266,7 +266,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """The tokens that open and close the reasoning at the start of a reply. `is_open` says whether the prompt already opens it."""
+    """The tokens that open and close the reasoning at the start of a reply. `is_open` says whether the prompt opens the reasoning."""
 
     opening: int
     closing: int
@@ -298,7 +298,7 @@ class History(Protocol):
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
     def extend(self, items: Sequence[bytes]) -> History:
-        """Return the history of a longer list of `items`, which starts with the items of this history."""
+        """Return the history for `items`, a longer list that starts with this history's items."""
 
 
 class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -312,7 +312,7 @@ class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 
     @property
     def is_aside(self) -> bool:
-        """Whether the call is not part of the conversation itself: a title, a probe or a summary."""
+        """Whether the call is outside the conversation itself: a title, a probe or a summary."""
         return self.role in ("side", "summary")
 
     @property

@@ -201,7 +201,10 @@ def test_new_agent_is_described_and_passes_its_check(tmp_path: Path, monkeypatch
     assert done.exit_code == 0, done.output
     assert "requests: POST /v1/chat/completions\n" in done.stdout
     assert "tools offered: run_command\n" in done.stdout
-    assert "values that look like secrets, in these fields: command, env.GH_TOKEN; add them if" in done.stdout
+    assert (
+        "values that look like secrets were left out of these fields in mine.toml: command, env.GH_TOKEN; add them if"
+        in done.stdout
+    )
     assert "ghp_SECRET" not in done.output + (tmp_path / "mine.toml").read_text()
     assert "wrote mine.toml; now run: turngate agents check ./mine.toml" in done.stdout
     spec = load_spec(tmp_path / "mine.toml")

@@ -414,9 +414,7 @@ async def test_agent_logs_are_found_below_rollouts_folder(
             await talk(agent, "one")
             sessions.append(agent.session_id)
     assert run_verify(data, every=True)
-    missed = (
-        f"with transcript not checked: no logs of the agent were found below {data}; pass their folder with --rollouts"
-    )
+    missed = f"with transcript not checked: no logs of the agent were found in {data}; pass the folder that contains them as --rollouts"
     assert f"– 4 sessions {missed}\n" in capsys.readouterr().out
     # Folders that `train` writes, and a batch in the data folder.
     places = ["rollouts/rollouts", "before/rollouts", "after-8/rollouts", "data/batches/4f1c/rollouts"]

@@ -17,7 +17,7 @@ from turngate.agents.launch import OWN_FOLDER, Launch, LaunchFile
 from turngate.errors import AgentError
 from turngate.trace.host_tools import HostTool
 
-TOOLS_URL_ENV = "TURNGATE_TOOLS_URL"  # no SDK reads this name, so programs do not take it for their model provider
+TOOLS_URL_ENV = "TURNGATE_TOOLS_URL"  # no SDK reads this name, so programs do not mistake it for their model provider
 _WITH_PATH = 'PATH="$0:$PATH"; export PATH; exec "$@"'
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -60,7 +60,7 @@ const sent = require(url.startsWith("https:") ? "https" : "http").request(url, {
 sent.on("error", (error) => { console.error("the gateway cannot be reached: " + error.message); process.exitCode = 1; });
 sent.end(body);
 """
-# curl reads the header from standard input, to which a shell builtin writes it, so that the key does not appear in any arguments.
+# curl reads the header from standard input, to which a shell builtin writes it, so that the key does not appear in any command line.
 _CURL = r"""
   folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT || exit 1
   printf '%s' "$body" > "$folder/body"

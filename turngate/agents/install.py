@@ -1,8 +1,8 @@
 """Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`. The cache is `~/.cache/turngate` by default.
 
-An installation is mounted read-only into sandboxes. All that it needs there is a Node binary at a known path, or a Python of the right
-version. It contains no paths of this machine, because sandboxes may mount it at another path. The programs in its `bin` folder find their
-packages relative to their own location.
+An installation is mounted read-only into sandboxes. There, it needs only a Node binary at a known path, or a Python of the right version.
+It contains no host paths, because sandboxes may mount it at another path. The programs in its `bin` folder find their packages
+relative to their own location.
 
 An installation is complete if its folder contains a marker file with the fingerprint of the current recipe. It is built in a temporary
 folder and moved into place under a lock, so several processes may request the same installation at the same time. Once installed, it can be
@@ -95,7 +95,7 @@ class Installation(msgspec.Struct, frozen=True):
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """The folders of this machine that must be mounted into a sandbox, at the same paths."""
+        """The folders on this machine that must be mounted into a sandbox at the same paths."""
         node = str(Path(self.node).parent) if self.node else ""
         return (*(folder for folder in (self.folder, node) if folder), *self._python_mounts)
 
@@ -198,7 +198,7 @@ def find_node() -> Path | None:
 
 
 def node_fingerprint() -> str:
-    """Return the fingerprint that the marker file of the Node in the cache must contain."""
+    """Return the fingerprint that the marker file of the cached Node must contain."""
     return f"node {hashlib.sha256(json.dumps([NODE_RECIPE, []]).encode()).hexdigest()[:16]}\n"
 
 
@@ -276,7 +276,7 @@ def lock_file(spec: AgentSpec) -> Path:
 
 
 def find_lock(spec: AgentSpec) -> Path | None:
-    """Return the path of an agent's lock file. Return None if it is missing, as for users' own agents, or locks another version."""
+    """Return the path of an agent's lock file. Return None if it is missing (users' own agents have none) or locks a different version."""
     lock = lock_file(spec)
     if not lock.is_file():
         return None
@@ -351,7 +351,10 @@ def _use_lock(lock: Path) -> list[str]:
 
 
 def _pip(spec: AgentSpec) -> list[str]:
-    """Return the command that runs pip, on the agent's Python if this machine has it, because pip chooses packages for its own Python."""
+    """Return the command that runs pip.
+
+    pip chooses packages for the Python that it runs on. If this machine has the Python version that the agent needs, pip runs on that one.
+    """
     python = find_python(spec.install.python)
     return [sys.executable, "-m", "pip", *(("--python", python.path) if python is not None else ())]
 
@@ -444,7 +447,7 @@ def _run_command(action: str, argv: Sequence[str | Path], *, cwd: Path | None = 
         key: value for key, value in os.environ.items() if key in PASSED_VARIABLES or key.startswith(PASSED_PREFIXES)
     }
     command = [str(word) for word in argv]
-    result = subprocess.run(  # noqa: S603  our own list of arguments
+    result = subprocess.run(  # noqa: S603  the arguments are our own
         command,
         cwd=cwd,
         env=environment | ({"PATH": path} if path else {}),

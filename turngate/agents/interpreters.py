@@ -23,7 +23,7 @@ class Interpreter(msgspec.Struct, frozen=True):
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """The folders of this machine that a sandbox needs in addition to /usr to run this interpreter."""
+        """The folders on this machine that a sandbox needs in addition to /usr to run this interpreter."""
         return () if Path(self.prefix).is_relative_to("/usr") else (self.prefix,)
 
 
@@ -56,7 +56,7 @@ def _probe(path: Path, version: str) -> Interpreter | None:
         return None
     try:
         command = [str(path), "-I", "-S", "-c", _PROBE]
-        result = subprocess.run(  # noqa: S603  a Python of this machine
+        result = subprocess.run(  # noqa: S603  a Python on this machine
             command, capture_output=True, text=True, timeout=PROBE_S, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.TimeoutExpired):

@@ -52,7 +52,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's limits, which are set in the agent's configuration so that the agent compacts its context before it reaches them."""
+    """The model's limits, which are set in the agent's configuration so that the agent compacts its context before reaching them."""
 
     context_tokens: int = 131072
     max_output_tokens: int = 16384

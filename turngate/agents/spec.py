@@ -82,9 +82,9 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     - `none`: every part is a turn.
     - `id`: parts with the same id form a turn. A part without an id belongs to the part before it.
     - `last`: of all parts with the same id, the last one is the turn.
-    - `end`: a turn consists of all parts up to and including a record for which the expression `end` returns a value, which is the
-      turn's id. At a record for which the expression `begin` returns a value, unfinished parts are dropped, because they belong to a
-      different conversation.
+    - `end`: a turn ends with the first record for which the expression `end` returns a value. This value is the turn's id. If the
+      expression `begin` returns a value for a record, the parts of the unfinished turn before that record are dropped, because they belong
+      to a different conversation.
     """
 
     path: str = ""  # a glob pattern below HOME
@@ -168,13 +168,13 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return any(placeholder in placeholders.find_names(text) for _, text in self.texts())
 
 
-# Make msgspec inspect these types now, because it crashes if two threads do so at once.
+# Make msgspec inspect these types now, because it crashes if two threads trigger this at the same time.
 for _type in (AgentSpec, Sampling):
     msgspec.json.Decoder(_type)
 
 
 class CatalogEntry(msgspec.Struct, frozen=True):
-    """An agent and the file that it was loaded from. `shadows` is the file of the agent with the same name that it replaces, if any."""
+    """An agent and the file that it was loaded from. `shadows` is the file of the agent of the same name that it replaces, if any."""
 
     spec: AgentSpec
     file: Path
@@ -241,7 +241,7 @@ def parse_spec(text: str, where: str) -> AgentSpec:
 
 
 def write_description(spec: AgentSpec, folder: Path) -> None:
-    """Write the agent's description to the folder of its logs. Reading the logs needs the description. Raise `AgentError` on failure."""
+    """Write the agent's description, which is needed to read its logs, to the folder with the logs. Raise `AgentError` on failure."""
     try:
         (folder / _DESCRIPTION).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     except OSError as error:
@@ -249,7 +249,7 @@ def write_description(spec: AgentSpec, folder: Path) -> None:
 
 
 def read_description(folder: Path) -> AgentSpec | None:
-    """Read the agent's description from the folder of its logs. Return None if it is missing: older versions of Turngate wrote none."""
+    """Read the agent's description from the folder with its logs. Return None if it is missing, as older versions did not write it."""
     file = folder / _DESCRIPTION
     try:
         return msgspec.json.decode(file.read_bytes(), type=AgentSpec)
@@ -338,7 +338,10 @@ def _option_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
         if name in PLACEHOLDERS:
             yield f"options.{name}", f"options.{name} is a built-in placeholder; choose a different name"
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            yield f"options.{name}", f"options.{name}: a name must start with a-z and contain only a-z, 0-9 and _"
+            yield (
+                f"options.{name}",
+                f"options.{name}: an option's name must start with a-z and contain only a-z, 0-9 and _",
+            )
 
 
 def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:

@@ -136,7 +136,7 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
     if len(lines) > MAX_RECORDS:
         raise AgentError(f"the transcript has more than {MAX_RECORDS} lines", param="transcript")
     if any(len(line) > MAX_LINE_BYTES for line in lines):
-        raise AgentError(f"the transcript has a line of more than {MAX_LINE_BYTES} bytes", param="transcript")
+        raise AgentError(f"the transcript has a line longer than {MAX_LINE_BYTES} bytes", param="transcript")
     records = []
     for line in lines:
         try:
@@ -148,7 +148,7 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
 
 def _json_records(spec: Transcript, data: bytes) -> list[Any]:
     if len(data) > MAX_LINE_BYTES:
-        raise AgentError(f"the transcript has more than {MAX_LINE_BYTES} bytes", param="transcript")
+        raise AgentError(f"the transcript is larger than {MAX_LINE_BYTES} bytes", param="transcript")
     try:
         values = _search(spec.records, json.loads(data))
     except (ValueError, RecursionError):

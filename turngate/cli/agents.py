@@ -109,7 +109,10 @@ def create_agent(name: str, command: list[str], variables: list[str], timeout_s:
     file.write_text(text, encoding="utf-8")
     _print_watched(run, console)
     if left_out := find_secrets(command, env):
-        message = f"{file} lacks values that look like secrets, in these fields: {', '.join(left_out)}; add them if the agent needs them"
+        message = (
+            f"values that look like secrets were left out of these fields in {file}: {', '.join(left_out)}; "
+            "add them if the agent needs them"
+        )
         say(console, sanitize(message), "yellow")
     say(console, f"wrote {file}; now run: turngate agents check ./{file}", "bold green")
 

@@ -335,7 +335,7 @@ def print_result(result: BatchResult, console: Console) -> None:
         say(console, f"  {count} × {sanitize_line(warning)}", "yellow")
     _print_groups(
         console,
-        "groups without signal (all rewards of trained rollouts are equal)",
+        "groups without signal (the rollouts to train on have equal rewards)",
         summary.no_signal,
         lambda g: f"{g.reward:g}",
     )

@@ -1,4 +1,4 @@
-"""Turn the errors of a command into a one-line message and an exit code."""
+"""Turn a command's errors into a one-line message and an exit code."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def certify(
 
     Exit codes:
     0 if every transition between turns is certified;
-    1 if one is not;
+    1 if a transition is not certified;
     2 if an option is invalid or the command could not run.
     """
     from turngate.cli.certify import certify_tokenizer
@@ -171,9 +171,7 @@ def show(
     ] = False,
     tokenizer: Annotated[
         str,
-        typer.Option(
-            help="Tokenizer to decode the ids with, if the one that the session was recorded with is not on this machine."
-        ),
+        typer.Option(help="Tokenizer to decode the ids with, if the session's own tokenizer is not on this machine."),
     ] = "",
     full: Annotated[bool, typer.Option("--full", help="Print long messages in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -507,8 +505,8 @@ def tasks_list(options: flags.ListTasksOptions) -> None:
 def tasks_check(options: flags.CheckTasksOptions) -> None:
     """Check that tasks are valid and that their graders work.
 
-    A task is proven if its solution scores 1 and doing nothing scores 0. A task without a grader or a solution cannot be proven. It
-    passes if no other problem is found.
+    A task is proven if its solution scores 1 and doing nothing scores 0. A task without a grader or a solution cannot be proven. Such
+    a task passes if no other problem is found.
 
     Exit codes:
     0 if every task passed;

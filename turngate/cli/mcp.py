@@ -27,10 +27,10 @@ except ModuleNotFoundError as error:
 
 # The endpoints of a server that is started without --config.
 SCRIPTED_ENDPOINTS = {
-    "scripted://demo": {"about": "Gives fixed replies, so that you can try out the tools without a model."}
+    "scripted://demo": {"about": "Returns fixed replies, so that you can try out the tools without a model."}
 }
 NO_CONFIG = (
-    "No --config: the only endpoint is scripted://demo, which gives fixed replies. For a real model, pass --config FILE, with a "
+    "No --config: the only endpoint is scripted://demo, which returns fixed replies. For a real model, pass --config FILE, with a "
     'table such as [endpoints."vllm://Qwen3-8B"] (see docs/service.md).'
 )
 STOPPING = "Stopping: aborting rollouts and removing their sandboxes; the recordings are kept …"

@@ -31,7 +31,7 @@ def describe_flag(
 
 
 class ClusterCommand(Command):
-    """A command whose flag --ray needs no value: `--ray` alone means `--ray=auto`, the cluster of this machine."""
+    """A command whose flag --ray needs no value: `--ray` alone means `--ray=auto`, this machine's cluster."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         following = [*args[1:], "-"]

@@ -41,7 +41,7 @@ _SPANS = _flag(
 
 
 _RAY = _flag(
-    "Run the rollouts on the Ray cluster at this address. Without a value, or with auto, use the cluster of this machine. Needs "
+    "Run the rollouts on the Ray cluster at this address. Without a value, or with auto, use this machine's cluster. Needs "
     "the `ray` extra, and the URL of a PostgreSQL database as --data.",
     CLUSTER,
     metavar="[ADDRESS]",
@@ -130,8 +130,8 @@ class RolloutOptions:
     sampling: Annotated[
         str,
         _flag(
-            "neutral: ignore the sampling settings that the agent requests, so that turns can be trained; use the flags below, or "
-            "else the agent file, or else temperature 1. agent: sample as the agent requests, for evaluations.",
+            "neutral: ignore the sampling settings that the agent requests, so that turns can be trained. Settings then come from the "
+            "flags below, or else from the agent file; the default temperature is 1. agent: sample as the agent requests, for evaluations.",
             SAMPLING,
         ),
     ] = "neutral"
@@ -150,20 +150,22 @@ class RolloutOptions:
     on_refused: Annotated[
         str,
         _flag(
-            "What to do with the rollout if a model call of the agent is refused (docs/concepts.md): exclude (from training) or train.",
+            "What to do if one of the agent's model calls is refused (docs/concepts.md): exclude (the rollout from training) or train "
+            "(on the rollout).",
             GRADING,
         ),
     ] = "exclude"
     on_timeout: Annotated[
         str,
         _flag(
-            "What to do if the agent times out: grade (its work), exclude (the rollout) or zero (its reward).", GRADING
+            "What to do if the agent times out: grade (its work), exclude (the rollout) or zero (the rollout's reward).",
+            GRADING,
         ),
     ] = "grade"
     on_failure: Annotated[
         str,
         _flag(
-            "What to do if the agent exits with an error: grade (its work), exclude (the rollout) or zero (its reward).",
+            "What to do if the agent exits with an error: grade (its work), exclude (the rollout) or zero (the rollout's reward).",
             GRADING,
         ),
     ] = "grade"
@@ -171,7 +173,7 @@ class RolloutOptions:
         str,
         _flag(
             "What to do if the session or the sandbox reaches a limit: grade (the agent's work), exclude (the rollout) or zero "
-            "(its reward).",
+            "(the rollout's reward).",
             GRADING,
         ),
     ] = "grade"
@@ -179,7 +181,7 @@ class RolloutOptions:
         str,
         _flag(
             "What to do if there is nothing to grade because the agent broke its sandbox or left too much data to copy: exclude "
-            "(the rollout) or zero (its reward).",
+            "(the rollout) or zero (the rollout's reward).",
             GRADING,
         ),
     ] = "zero"
@@ -230,7 +232,7 @@ class BatchOptions(RolloutOptions):
     limit: Annotated[Optional[int], _flag("Maximum number of tasks.", WHAT)] = None
     n: Annotated[int, _flag("Number of rollouts per task.", BATCH, "--n", "-n")] = 1
     rounds: Annotated[int, _flag("Number of passes over the tasks. You can raise it to extend a batch.", BATCH)] = 1
-    name: Annotated[str, _flag("Prefix for group names, which a feed can use to select the groups.", BATCH)] = ""
+    name: Annotated[str, _flag("Prefix for group names, by which a feed can select the groups.", BATCH)] = ""
     seed: Annotated[Optional[int], _flag("Seed for the task order and for sampling.", BATCH)] = None
     retries: Annotated[int, _flag("Retries per rollout after a fault that was not the agent's.", BATCH)] = 2
     stale_retries: Annotated[
@@ -313,7 +315,8 @@ class TrainOptions:
     mismatch_difference: Annotated[
         float,
         _flag(
-            "Count a token as different if trainer and engine, with the same weights, differ by more than this in its log-probability.",
+            "Count a token as different if the log-probabilities that trainer and engine compute for it with the same weights differ by "
+            "more than this.",
             ALARMS,
         ),
     ] = 0.2
@@ -371,7 +374,7 @@ class VerifyCommandOptions:
     tokenizer: Annotated[
         str,
         _flag(
-            "Tokenizer to render with, if the one that the sessions were recorded with is not on this machine.",
+            "Tokenizer to render with, if the sessions' own tokenizer is not on this machine.",
             "Rendering",
         ),
     ] = ""
@@ -493,7 +496,7 @@ class ExportOptions:
     tokenizer: Annotated[
         str,
         _flag(
-            "Tokenizer of the recorded ids, if the one that the sessions were recorded with is not on this machine.",
+            "Tokenizer of the recorded ids, if the sessions' own tokenizer is not on this machine.",
             TEACHER,
         ),
     ] = ""

@@ -43,7 +43,7 @@ def prepare_agent(
 ) -> PreparedAgent:
     """Find and install an agent, and check that it accepts the options and the instruction.
 
-    If the named sandbox uses the programs of this machine, check first that the Python version that the agent needs is installed.
+    If the sandbox uses the programs on this machine, first check that the Python version that the agent needs is on the PATH.
     """
     found = find_agent(name)
     if found.shadows is not None:
@@ -110,7 +110,7 @@ def parse_network(value: str) -> Literal["none", "open"]:
 
 
 def build_end_policy(options: RolloutOptions) -> EndPolicy:
-    """Build the policy that decides what happens to the rollouts of agents that did not finish normally."""
+    """Build the policy for rollouts whose agent did not finish normally."""
     choices = {"on_timeout": options.on_timeout, "on_failure": options.on_failure, "on_limit": options.on_limit}
     for flag, choice in choices.items():
         if choice not in get_args(EndAction):
@@ -169,7 +169,7 @@ def require_writable(folder: Path) -> Path:
 
 
 def require_positive(name: str, value: Number) -> Number:
-    """Return the value of an option. Raise ConfigError if it is set but not finite or not greater than 0."""
+    """Return the value of an option. Raise ConfigError if it is set but is not a finite number greater than 0."""
     if value is not None and not 0 < value < math.inf:
         bound = "finite" if value == math.inf else "greater than 0"
         raise ConfigError(f"{name} must be {bound}, not {value}", param=name)

@@ -34,7 +34,7 @@ def ask(gateway: str, request: Callable[[ProjectClient], Awaitable[T]]) -> T:
 
 
 def parse_quotas(**given: int | None) -> dict[str, int]:
-    """Return the quotas that the flags of a new project set. A value of 0 means no limit."""
+    """Return the quotas that the flags set for a new project. A value of 0 means no limit."""
     return {name: value for name, value in given.items() if value}
 
 

@@ -152,7 +152,7 @@ def exit_code(outcome: Outcome) -> int:
 
 
 def reserve_stdout(as_json: bool) -> AbstractContextManager[object]:
-    """If JSON is printed, redirect stdout to stderr, so that output of a grader function does not mix with the JSON."""
+    """If JSON is printed, redirect stdout to stderr, so that a grader function's output does not mix with the JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 

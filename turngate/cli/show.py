@@ -87,7 +87,7 @@ class ShownSession(msgspec.Struct):
 
     summary: SessionInfo
     nodes: list[NodeView]
-    rows: list[RowView]  # of a trainer that receives sampling masks
+    rows: list[RowView]  # as a trainer that receives sampling masks gets them
     masked: list[int]  # nodes of turns that are trained only in rows with sampling masks
 
 
@@ -229,7 +229,7 @@ def _describe_outcome(outcome: RecordedOutcome | None, excluded: str) -> str:
 
 
 class _TreePrinter:
-    """Prints a trace branch by branch. Where the tree forks, it continues with the child that has the highest `_weight`."""
+    """Prints a trace branch by branch. Where the tree forks, printing continues with the child that has the highest `_weight`."""
 
     def __init__(self, view: ShownSession, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
         self._nodes = {node.id: node for node in view.nodes}
@@ -405,7 +405,7 @@ def _print_legend(console: Console) -> None:
     if not console.is_terminal:
         say(
             console,
-            "Each sampled token is followed by its log-probability, between two bars. Tokens of the context have none.",
+            "Each sampled token is followed by its log-probability, between two bars. Context tokens have none.",
         )
         return
     samples = [(f" {share:.0%} ", _shade(math.log(share))) for share in (0.01, 0.25, 0.5, 0.75, 1.0)]

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and other signals: cancel the running work, let it clean up, and after further signals exit at once."""
+"""Handle Ctrl-C and other signals: cancel the running work and let it clean up. After further signals, exit at once."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def list_tasks(options: ListTasksOptions) -> bool:
     if options.as_json:
         print(msgspec.json.encode([_check(loaded) for loaded in found]).decode())
         return all(loaded.error is None for loaded in found)
-    table = Table(title=f"Tasks of {sanitize(options.where)}: {len(found)}", title_justify="left")
+    table = Table(title=f"Tasks from {sanitize(options.where)}: {len(found)}", title_justify="left")
     for heading in ("id", "instruction", "image", "grader", "solution"):
         table.add_column(heading, overflow="fold")
     for loaded in found:
@@ -86,7 +86,7 @@ def check_tasks(options: CheckTasksOptions) -> bool:
 async def _check_all(
     found: Sequence[LoadedTask], options: CheckTasksOptions, sandboxes: Backend, console: Console
 ) -> list[TaskCheck] | None:
-    """Check each task and, if requested, prove its grader in a sandbox. Return None if interrupted."""
+    """Check each task and, if requested, prove it in a sandbox. Return None if interrupted."""
     lines = [_check(loaded) for loaded in found]
     to_prove = (
         [n for n, loaded in enumerate(found) if loaded.task is not None and _provable(loaded.task)]
@@ -226,7 +226,7 @@ class ProofDisplay(LiveDisplay):
 
 def _print_checks(lines: Sequence[TaskCheck], options: CheckTasksOptions, console: Console) -> None:
     where = f" in the {options.sandbox} sandbox" if options.prove else ""
-    table = Table(title=f"Tasks of {sanitize(options.where)}{where}", title_justify="left")
+    table = Table(title=f"Tasks from {sanitize(options.where)}{where}", title_justify="left")
     for heading in ("task", "verdict", "solution", "no change", "seconds", "grader"):
         table.add_column(heading, overflow="fold")
     for line in lines:

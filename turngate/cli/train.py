@@ -162,7 +162,7 @@ def _read_tasks(option: str, where: str) -> tuple[Task, ...]:
         raise TaskError(f"{option}: {error.message.removeprefix('task: ')}", param=option) from None
 
 
-# The option of `turngate train` that sets each term in the ledger of a batch, if the two have different names.
+# Term in a batch's ledger → the option of `turngate train` that sets it, where the two names differ.
 _OPTIONS = {
     "agent's description": "agent",
     "model": "model-folder",

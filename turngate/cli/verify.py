@@ -197,7 +197,7 @@ def _largest(scored: list[Replay]) -> float:
 
 
 def compare_transcripts(folder: Path) -> TranscriptComparison:
-    """Return a function that compares a trace with the agent's logs, which it finds in `folder` or in a `rollouts` folder below it."""
+    """Return a function that compares a trace with the agent's logs in `folder` or in one of the `rollouts` folders below it."""
     places = _find_rollout_folders(folder)
 
     def compare(session: StoredSession, recorded: list[DeliveredTurn]) -> tuple[list[str] | None, str]:
@@ -206,7 +206,10 @@ def compare_transcripts(folder: Path) -> TranscriptComparison:
             return None, "no agent is recorded"
         logs = next((place / session.id for place in places if (place / session.id).is_dir()), None)
         if logs is None:
-            return None, f"no logs of the agent were found below {folder}; pass their folder with --rollouts"
+            return (
+                None,
+                f"no logs of the agent were found in {folder}; pass the folder that contains them as --rollouts",
+            )
         try:
             spec = read_description(logs) or find_agent(name).spec
             transcript = spec.transcript

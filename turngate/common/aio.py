@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_IDLE_S = 0.00005  # of CPU time; an iteration of the loop that takes less had almost nothing else to run
+_IDLE_S = 0.00005  # seconds of CPU time; a loop iteration that takes less had almost nothing else to run
 
 
 async def give_way(seconds: float) -> None:
     """Let other tasks of the event loop run between two steps of a long job.
 
     Return when the loop has almost nothing else to run, or when other tasks have used `seconds` of CPU time. If `seconds` is the duration
-    of the previous step, the job takes at most half of the time of a busy loop.
+    of the previous step, the job takes at most half of a busy loop's time.
     """
     before = time.thread_time()
     end = before + seconds

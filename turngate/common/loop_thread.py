@@ -24,8 +24,8 @@ class LoopThread:
     """Runs coroutines for other threads, between `start` and `stop`.
 
     Ctrl-C or a notebook interrupt cancels the coroutine that the interrupted thread is waiting for in `run`. `run` then waits for the
-    coroutine to clean up, unless it is interrupted twice more. A forked child process cannot use its parent's loop: there, `run` and
-    `spawn` raise `BadRequest`, and `stop` does nothing.
+    coroutine to clean up, unless the thread is interrupted twice more. A forked child process cannot use its parent's loop: there, `run`
+    and `spawn` raise `BadRequest`, and `stop` does nothing.
 
     `name` is the thread's name. `param` is the noun for the loop's owner in error messages, such as "client".
     """

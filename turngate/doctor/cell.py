@@ -14,7 +14,7 @@ from turngate.errors import ConfigError
 from turngate.store.shared.store import SharedStore
 from turngate.store.store import Store
 
-_MAX_NAMED = 10  # cells named in a finding
+_MAX_NAMED = 10  # maximum number of cells named in a finding
 _LATE_S = 60.0  # a session that should have been shipped this long ago is late
 
 

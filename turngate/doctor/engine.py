@@ -108,7 +108,7 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
     if not ids:
         return failure(f"{name}: the engine sampled no tokens", "check the engine's log")
     if max(ids) >= renderer.tokenizer.vocab_size:
-        # An untrained model may sample ids from the padding of its embedding table, which the tokenizer does not have.
+        # An untrained model may sample the padding ids of its embedding table, which the tokenizer lacks.
         return warning(
             f"{name}: the engine sampled id {max(ids)}, but the tokenizer has only {renderer.tokenizer.vocab_size} ids",
             "set --tokenizer to the folder of this model",
@@ -203,16 +203,16 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
         return ok(f"{name}: log-probabilities are those of the sampled distribution (processed)")
     if np.allclose(truncated, heated, atol=1e-3):
         return warning(
-            f"{name}: log-probabilities are from before temperature and truncation (raw), "
+            f"{name}: log-probabilities are computed before temperature and truncation (raw), "
             "so they are correct only at temperature 1 without truncation",
             "start vLLM with --logprobs-mode processed_logprobs"
             if name.startswith("vllm")
             else "use temperature 1 without truncation",
         )
     return warning(
-        f"{name}: log-probabilities are from after temperature but before truncation, "
+        f"{name}: log-probabilities are computed after temperature but before truncation, "
         "so they are correct only without top-p and top-k",
-        'keep the default session setting bias "neutral", which ignores the top-p and top-k that agents request',
+        'keep the session setting bias at its default "neutral", which ignores the top-p and top-k that agents request',
     )
 
 

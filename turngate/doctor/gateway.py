@@ -121,10 +121,10 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
     )
     if not trained or not known:
         return warning(
-            "a call succeeded, but its tokens cannot be trained on",
+            "a call succeeded, but its tokens cannot be trained",
             "to find the reason, run: turngate doctor --engine …",
         )
-    return ok(f"a call took {took:.2f} s; trainable tokens: {trained}; the session of the call was deleted")
+    return ok(f"a call took {took:.2f} s; trainable tokens: {trained}; the call's session was deleted")
 
 
 def _error_message(answer: bytes) -> str:
@@ -160,7 +160,7 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
     if silent:
         results.append(
             warning(
-                f"workers of the gateway that do not respond: {silent:.0f}",
+                f"gateway workers that do not respond: {silent:.0f}",
                 "check the gateway's log to see whether they are restarting",
             )
         )

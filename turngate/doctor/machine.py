@@ -148,7 +148,7 @@ def _check_data_folder(folder: Path) -> list[CheckOutcome]:
         return [
             failure(
                 f"{parent} cannot be written to ({error.strerror})",
-                "choose a different --data folder, or run as its owner",
+                f"choose a different --data folder, or run as the owner of {parent}",
             )
         ]
     with scratch as path:

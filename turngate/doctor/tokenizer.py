@@ -1,6 +1,6 @@
-"""Check the tokenizer and its chat template: whether the template is certified, and whether the engine uses the same ones.
+"""Check the tokenizer and its chat template: whether the template is certified, and whether both are the same as the engine's.
 
-The gateway sends ids, so an engine with a different vocabulary would read a different text. This is a failure. An engine with a different
+The gateway sends ids, so an engine with a different vocabulary would read different text. This is a failure. An engine with a different
 chat template still receives the gateway's ids, but the model may have been trained with the engine's template. This is a warning.
 """
 

@@ -84,7 +84,7 @@ def create(service: Path | None = None) -> FastAPI:
 
 
 async def _render_error(request: Request, error: Exception) -> JSONResponse:
-    """Render an error of an HTTP request such as `POST /reset`. OpenEnv's server handles the errors of sockets and tools itself."""
+    """Render an error of an HTTP request such as `POST /reset`. OpenEnv's server handles WebSocket and tool errors itself."""
     assert isinstance(error, TurngateError)
     return JSONResponse({"detail": error.message, "param": error.param}, error.status)
 
@@ -182,7 +182,7 @@ class OpenEnvAccess:
     """Middleware that checks access and limits the size of request bodies.
 
     If a key is set, callers must send it, except to `/health`. If no key is set, programs and our own pages have access. Pages of other
-    sites have none, so that a page in a browser on this machine cannot call a local server.
+    sites do not, so that a page in a browser on this machine cannot call a local server.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
@@ -213,7 +213,7 @@ class OpenEnvAccess:
 
 
 def _limit_body(scope: Scope, receive: Receive) -> Receive:
-    """Limit the size of a request's body, whatever its Content-Length says. uvicorn limits the messages of sockets."""
+    """Limit the size of a request's body, whatever its Content-Length says. uvicorn limits WebSocket messages."""
     if scope["type"] != "http":
         return receive
     received = 0

@@ -50,7 +50,7 @@ class LogLine(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def set_log_context(session: str, metadata: Mapping[str, Json]) -> None:
-    """Attach a session to the log lines of this asyncio task and of those that it starts. `metadata` provides `rollout` and `group`."""
+    """Attach a session to the log lines of this asyncio task and of the tasks that it starts. `metadata` provides `rollout` and `group`."""
     _context.set((session, metadata))
 
 

@@ -104,7 +104,7 @@ FAMILIES = (
         kind="histogram",
         labels=("dialect",),
         bounds=OWN_BOUNDS,
-        about="Time of a call, including writes to the agent but excluding waits for the engine, the fence or a share of the engines.",
+        about="Gateway time per call, with writes to the agent but without waits for the engine, the fence or a share of the engines.",
     ),
     MetricFamily(
         name="turngate_engine_seconds",

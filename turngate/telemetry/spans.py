@@ -111,7 +111,7 @@ class RolloutTracer:
         self.empty = Context()  # keeps other spans of the process from becoming parents of ours
 
     def close(self) -> None:
-        """Send the remaining spans within ten seconds. The time limit of the SDK itself is not reliable."""
+        """Send the remaining spans within ten seconds. The SDK's own time limit is not reliable."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(_FLUSH_S)
