@@ -42,8 +42,8 @@ async def test_hand_written_bridge_that_differs_is_reported_as_used(
     [outcome] = await check_template(context(renderer, certificate))
     log_renderer(cast(Any, SimpleNamespace(renderer=renderer, certificate=certificate)))
     for message in (outcome.message, caplog.messages[-1]):
-        assert "the hand-written renderer family:qwen3 has no bridge, so the trace may fork" in message
-        assert "or its bridge differs from a render of the whole conversation" in message
+        assert "the hand-written renderer family:qwen3 has no bridge (so the trace may fork)" in message
+        assert "or a bridge that differs from a render of the whole conversation" in message
         assert "at some transitions (a user message after a call; a user message after an answer" in message
         assert "rendered in full" not in message
     assert "--family template" in outcome.fix

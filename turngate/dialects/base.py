@@ -26,7 +26,10 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class EarlierReply(msgspec.Struct, frozen=True):
-    """An earlier reply of the session. `history` is the history of the call that it answered, and `output` contains its output items."""
+    """An earlier reply of the session.
+
+    `history` is the history of the call that the reply answered, and `output` contains the reply's items.
+    """
 
     history: History
     output: Sequence[bytes]
@@ -93,17 +96,17 @@ class Stream(Protocol):
 class StorableStream(Stream, Protocol):
     """Encoder for a reply that can be stored under its id.
 
-    A dialect that sets `Call.store` or has a WebSocket route must return such a stream from `open_stream`.
+    A dialect that sets `Call.store` or has a WebSocket route must return a `StorableStream` from `open_stream`.
     """
 
     def whole(self, done: Done) -> bytes:
         """Encode the whole reply as one JSON object, for a call that is not streamed."""
 
     def empty(self) -> bytes:
-        """Encode all events of an empty reply, for a request that asks not to generate anything."""
+        """Encode all events of an empty reply, for a request that turns generation off."""
 
     def record(self) -> ReplyRecord:
-        """Return the record of the reply, which must be complete."""
+        """Return the record of the reply. The reply must be complete."""
 
 
 class Dialect(Protocol):

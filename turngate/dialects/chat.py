@@ -319,7 +319,7 @@ def _function_call_id(name: str) -> str:
 
 
 def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
-    """Return the text of a message's content, and why a text-only model cannot read all of it (empty if it can)."""
+    """Return the text of a message's content, and an error message if some of it is not supported (empty otherwise)."""
     if isinstance(content, str):
         return content, ""
     texts = []

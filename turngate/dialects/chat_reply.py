@@ -104,8 +104,8 @@ def call_to_wire(call: ToolCall, custom_tools: frozenset[str] = frozenset()) -> 
     text = read_custom_input(call.arguments)
     if text is not None:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
-    # The arguments are not valid for a custom tool, so all of them are sent as its input. The id marks such a call, so that it is
-    # decoded correctly when the agent sends it back.
+    # The arguments are not valid for a custom tool, so the whole argument text is sent as the input. The id prefix marks the call, so that
+    # the input is decoded correctly when the agent sends the call back.
     whole_id = _WHOLE_INPUT_ID + call.id.removeprefix(_CALL_ID)
     return {"id": whole_id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
 

@@ -1,4 +1,4 @@
-"""Decoding of Chat Completions tools and of the fields that select which of them the model may or must call."""
+"""Decoding of Chat Completions tools and of the fields that select which tools the model may or must call."""
 
 from __future__ import annotations
 
@@ -168,7 +168,10 @@ def _decode_allowed_tools(
                 )
     if mode == "required":
         if not names:
-            raise field_error("tool_choice", "forces a tool, but tool_choice.allowed_tools.tools is empty")
+            raise field_error(
+                "tool_choice",
+                "forces a tool call, but tool_choice.allowed_tools.tools is empty; list at least one tool",
+            )
         return require_any_tool([offered[name] for name in dict.fromkeys(names)], parallel=parallel), tools
     # Hiding a tool is the only way to keep the model from calling it.
     return None, tools.restrict_to(names) if tools is not None and names else None
@@ -176,5 +179,7 @@ def _decode_allowed_tools(
 
 def _require_tools(tools: ChatTools | None) -> tuple[Tool, ...]:
     if tools is None:
-        raise field_error("tool_choice", "needs tools, but the request has no tools")
+        raise field_error(
+            "tool_choice", "needs tools, but the request has no tools; declare tools, or leave tool_choice out"
+        )
     return tools.decode()

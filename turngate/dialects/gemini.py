@@ -56,7 +56,7 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Config(msgspec.Struct, rename="camel"):
-    """The fields of `generationConfig` that the gateway uses or rejects. Others are ignored."""
+    """The fields of `generationConfig` that the gateway uses or rejects. Other fields are ignored."""
 
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -80,7 +80,7 @@ class _Config(msgspec.Struct, rename="camel"):
 
 
 class GeminiRequest(TypedDict, total=False):
-    """The fields of a request. A request that counts tokens may contain all other fields inside `generateContentRequest`."""
+    """The fields of a request. A request that counts tokens can wrap the other fields in `generateContentRequest`."""
 
     contents: msgspec.Raw
     systemInstruction: msgspec.Raw

@@ -1,7 +1,7 @@
 """Decoding of Gemini conversations: converts the contents of a request to messages.
 
-A conversation is a list of contents, each with a role and a list of parts. Agents split a turn into contents differently: streaming SDKs
-keep every chunk as a separate content, while Gemini CLI joins them. To make this irrelevant, consecutive contents with the same role are
+A conversation is a list of contents, each with a role and a list of parts. Agents differ in how they split a turn into contents: streaming
+SDKs keep every chunk as a separate content, while Gemini CLI joins the chunks. Consecutive contents with the same role are therefore
 treated as one turn.
 """
 
@@ -26,12 +26,12 @@ Speaker = Literal["system", "user", "model"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
-# A part has one of these fields, or one of `_MEDIA`, which determines its kind. `_EXTRA_FIELDS` may accompany it.
+# One of these fields, or of `_MEDIA`, determines the kind of a part. Fields in `_EXTRA_FIELDS` may accompany it.
 _KINDS = ("text", "functionCall", "functionResponse")
 _MEDIA = ("inlineData", "fileData")  # only a Gemini endpoint can read them
 _EXTRA_FIELDS = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
 _SPEAKERS: dict[str, Speaker] = {"": "user", "user": "user", "function": "user", "model": "model", "system": "system"}
-# Most clients write the role last, in one of these forms. Reading it from the end is safe: a nested object would end in another bracket.
+# Most clients write the role last, in one of these forms. If the role belonged to a nested object, another bracket would follow it.
 _ROLE_ENDINGS: tuple[tuple[Speaker, tuple[bytes, ...]], ...] = (
     ("model", (b',"role":"model"}', b', "role": "model"}')),
     ("user", (b',"role":"user"}', b', "role": "user"}')),
@@ -119,7 +119,7 @@ class GeminiHistory:
     """The turns of one request. Each is decoded on demand. The system instruction, if any, is the first turn.
 
     `before` is the history of an earlier request whose contents are a prefix of `items`. `stored` means that the items come from a trace,
-    in which the system instruction is an item.
+    in which case the system instruction is one of the items.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ def _read_speaker(raw: bytes, at: int) -> Speaker:
 
 
 def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """Yield the position in the request and the fields of each part of a turn."""
+    """Yield each part of a turn: its position in the request, and its fields."""
     for offset, raw in enumerate(turn.contents):
         where = f"contents[{turn.at + offset}]" if turn.speaker != "system" else "systemInstruction"
         for n, part in enumerate(
@@ -196,9 +196,9 @@ def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
 
 
 def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
-    """Return which of the allowed `kinds` a part is. A part with only a signature is treated as empty text.
+    """Return a part's kind, which must be one of `kinds`. A part with only a signature is treated as empty text.
 
-    `speaker` names what contains the part, such as "user content". It appears in the error about a kind that is not allowed there.
+    `speaker` describes what contains the part, such as "user content", for the error message.
     """
     for name in part:
         if name in _EXTRA_FIELDS or name in kinds:
@@ -315,7 +315,7 @@ class _OpenCalls:
 
 
 def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
-    """Decode a tool result. Many clients omit its id; such a result answers the first unanswered call of the same name."""
+    """Decode a tool result. Many clients omit the id; the result then answers the first unanswered call of the function with that name."""
     result = read_fields(raw, where)
     unsupported = media = ""
     if "parts" in result and read_items(result["parts"], f"{where}.parts"):

@@ -61,7 +61,7 @@ class GeminiStream:
                 return self._chunk([{"text": ""}], done) + (b"" if self._options.sse else b"]")
 
     def error(self, error: TurngateError) -> bytes:
-        """Encode an error. In a stream of server-sent events, it is a JSON object without `data:`, which SDKs recognize as an error."""
+        """Encode an error. In a stream of server-sent events, SDKs expect an error as a JSON object without `data:`."""
         body = orjson.dumps(error_body(error))
         return body + b"\n\n" if self._options.sse else self._comma() + body + b"]"
 

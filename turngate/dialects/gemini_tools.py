@@ -63,7 +63,7 @@ def _decode_tool(name: str, declaration: dict[str, msgspec.Raw], where: str) -> 
 
 
 def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -> Json:
-    """Return the JSON Schema of a function's `parameters` or `response`, which `name` selects, or None if it has none.
+    """Return the JSON Schema in a function's field `name` (`parameters` or `response`), or None if there is none.
 
     The field `<name>JsonSchema` is JSON Schema already. The field `<name>` is a Gemini schema, which is converted.
     """
@@ -80,7 +80,7 @@ def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
     if depth > _MAX_DEPTH:
         raise field_error(where, f"is nested more than {_MAX_DEPTH} levels deep; use fewer levels")
     if not isinstance(schema, dict):
-        return schema  # a JSON schema may be true or false
+        return schema  # a JSON schema can be true or false
     fields = {to_camel(name): part for name, part in schema.items() if part is not None}
     plain: dict[str, Json] = {}
     for name, part in fields.items():

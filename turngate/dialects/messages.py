@@ -37,7 +37,7 @@ from turngate.types import Call, Constraint, Done, History, Json
 # A billing header that Claude Code writes into the system prompt. It changes with every call, so it is removed.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _FORWARDED_HEADERS = ("anthropic-version", "anthropic-beta")
-# Efforts above `high`, which chat templates do not support, and their replacements.
+# Efforts that chat templates do not support, and their replacements.
 _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
@@ -273,7 +273,9 @@ def _decode_tool_choice(
     if choice.type not in ("any", "tool"):
         raise field_error("tool_choice.type", f"must be one of auto, any, tool, none, not {choice.type!r}")
     if tools is None:
-        raise field_error("tool_choice", "forces a tool, but the request has no tools")
+        raise field_error(
+            "tool_choice", "forces a tool call, but the request has no tools; declare tools, or leave tool_choice out"
+        )
     if choice.type == "any":
         return require_any_tool(tools.decode(), parallel=parallel)
     return require_tool(tools.decode(), choice.name, "tool_choice.name")

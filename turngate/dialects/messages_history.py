@@ -119,7 +119,7 @@ class MessagesHistory:
     def _add(self, start: int) -> None:
         """Add messages to the turns, starting with the message at index `start`."""
         turn = self.raws[-1:]  # the messages of the last turn
-        added: list[int] = []  # the indexes of the messages that were added to it
+        added: list[int] = []  # the indexes of the messages that were added to this turn
         for index in range(start, len(self.items)):
             raw = self.items[index]
             role = _read_role(raw, index)
@@ -202,13 +202,13 @@ class MessagesTools:
 
 
 def _find_item(error: Exception) -> int:
-    """Return the index of the item that a decoding error is about. It is 0 if the error does not name an item."""
+    """Return the index of the item that a decoding error is about, or 0 if the error does not name an item."""
     found = re.match(r"\[(\d+)\]", describe_error(error))
     return int(found[1]) if found else 0
 
 
 def _describe_item_error(error: Exception) -> str:
-    """Describe a decoding error without the list index at its start, which may differ from the index in the request."""
+    """Describe a decoding error. Remove the leading list index, because it may differ from the index in the request."""
     return re.sub(r"^\[(\.\.\.|\d+)\]\.?(?=\w|:)", "", describe_error(error))
 
 
@@ -245,16 +245,16 @@ def _blocks_of(wire: _WireMessage) -> list[_Block]:
 
 
 def _why_unsupported(block: _Block, where: str) -> str:
-    """Return the error message for an unsupported block. It also suggests a fix."""
+    """Return the error message for an unsupported block, with a suggested fix."""
     match block.type:
         case "image":
             fix = "this gateway accepts text only; describe the image in a text block"
         case "document" | "search_result":
-            fix = "this gateway accepts text only; send its text in a text block"
+            fix = "this gateway accepts text only; send the text in a text block"
         case "":
-            fix = "set the type of the block"
+            fix = "set the block's type"
         case _:
-            fix = "use text, thinking, tool_use or tool_result blocks, or leave it out"
+            fix = "use text, thinking, tool_use or tool_result blocks, or leave the block out"
     return f"{where}: {block.type!r} blocks are not supported: {fix}"
 
 
@@ -314,7 +314,7 @@ def _decode_system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | 
 
 
 def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
-    """Return the text of the blocks, and why a text-only model cannot read all of them (empty if it can)."""
+    """Return the text of the blocks, and an error message if some of them are not supported (empty otherwise)."""
     texts, unsupported = [], ""
     for block, where in blocks:
         match block:
@@ -346,7 +346,7 @@ def _decode_tool(wire: _WireTool, where: str) -> Tool:
     if wire.type not in (None, "custom"):
         raise BadRequest(
             f"{where}.type: tools of type {wire.type!r} are not supported, because only Anthropic's own models and servers can "
-            "run them; remove the tool, or declare your own with a name and an input_schema",
+            "run them; remove the tool, or declare your own tool with a name and an input_schema",
             param=f"{where}.type",
         )
     if not wire.name:

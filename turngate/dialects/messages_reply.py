@@ -214,7 +214,7 @@ def _usage_to_wire(usage: Usage | None) -> dict[str, Json]:
 
 
 def _context_management(options: MessagesReplyOptions) -> dict[str, Json]:
-    """Return the field that reports that no context edits were applied, if the request asked for context management."""
+    """If the request asked for context management, return the field that reports that no context edits were applied."""
     return {"context_management": {"applied_edits": []}} if options.edits else {}
 
 
@@ -243,8 +243,8 @@ def status_and_type(error: TurngateError) -> tuple[int, str]:
         case Unauthorized():
             return 401, "authentication_error"
         case Conflict():
-            # Anthropic's clients retry after a 409, because it means a temporary lock there. Here a conflict is permanent: the
-            # session has ended.
+            # In Anthropic's API, a 409 means a temporary lock, so clients retry. Here, a conflict is permanent: for example, the session
+            # has ended.
             return 403, "permission_error"
         case Forbidden():
             return 403, "permission_error"

@@ -17,7 +17,7 @@ from turngate.types import Json
 
 _OWN_CALL_ID = re.compile(r"toolu_([0-9a-f]{24})")
 _INVALID_JSON = "INVALID_JSON"  # the key that Anthropic recommends for arguments that are not a JSON object
-# Prefixes of signatures: with the thinking itself, if the agent does not see it, or with a digest of it.
+# Prefixes of signatures that contain hidden thinking, or a digest of thinking that the agent sees.
 _TEXT, _DIGEST = "tg1.p", "tg1.d"
 _PACKED = "tg1.t"  # prefix of signatures in an older format, which contain compressed thinking
 _MAX_UNPACK_RATIO = 16  # limits how much memory a small request can use by decompression

@@ -118,7 +118,7 @@ def encode_allowed_tools(tools: bytes, allowed: Collection[str] | None) -> bytes
 
 
 def decode_allowed_tools(raw: bytes) -> tuple[bytes, list[str] | None]:
-    """Decode the result of `encode_allowed_tools`: the tools, and the names of the allowed ones (None means all)."""
+    """Decode the result of `encode_allowed_tools`: the tools, and the names of the allowed tools (None means all)."""
     if not raw.lstrip().startswith(b"{"):
         return raw, None
     stored = msgspec.json.decode(raw, type=_AllowedTools)

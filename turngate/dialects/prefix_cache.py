@@ -34,7 +34,10 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """A request without its list, which was between `head` and `tail`. The body has only one such list, so another one can replace it."""
+    """A request without its list, which was between `head` and `tail`.
+
+    No other field of the body has the list's name, so another list can take its place.
+    """
 
     head: bytes
     tail: bytes
@@ -43,7 +46,7 @@ class _Frame(msgspec.Struct, frozen=True):
 
 
 class _KnownList(msgspec.Struct, frozen=True):
-    """The list of an earlier request, with its history and frame."""
+    """An earlier request's list, history and frame."""
 
     items: Sequence[bytes]
     history: History
@@ -51,7 +54,7 @@ class _KnownList(msgspec.Struct, frozen=True):
 
 
 class _Match(msgspec.Struct, frozen=True):
-    """A match of a body's list with a known list: where the list starts, how many items match, and where the first new item starts."""
+    """A match between a body's list and a known list: where the list starts, how many items match, and where the first new item starts."""
 
     list_start: int
     count: int
@@ -100,7 +103,7 @@ class PrefixCache:
         return call
 
     def _find(self, body: bytes) -> _Match | None:
-        """Find the known list that shares the longest prefix with the body's list. Return None if no known list shares any item."""
+        """Find the known list that shares the longest prefix with the body's list. Return None if no known list shares an item with it."""
         best: _Match | None = None
         start = self._find_list(body) if self._lists else 0
         for known in reversed(self._lists if start else ()):
@@ -147,11 +150,11 @@ class PrefixCache:
         return None if frame is None else call
 
     def _remember(self, history: History, frame: _Frame | None, match: _Match | None = None) -> None:
-        """Remember the list of a decoded request, because the next request will probably start with the same items."""
+        """Remember a decoded request's list, because the list of the next request will probably start with the same items."""
         known = 0 if match is None else match.count
         if not all(item.startswith(b"{") for item in history.items[known:]):
-            return  # prefixes are only compared between objects: a number could also match the start of a longer number
-        # Drop the matched list if this one repeats more than half of it, because the agent will not send the older list again.
+            return  # only lists of objects can be compared: a number, for example, could match the start of a longer number
+        # Drop the matched list if the new list repeats more than half of it, because the agent will not send the older list again.
         kept = [old for old in self._lists if match is None or old is not match.known or known * 2 <= len(old.items)]
         self._lists = [*kept[1 - _MAX_LISTS :], _KnownList(history.items, history, frame)]
 
@@ -193,7 +196,7 @@ class PrefixCache:
 
 
 class _EmptyHistory:
-    """A history without messages. It replaces the history of the call that a frame keeps."""
+    """A history without messages, for the call in a frame."""
 
     raws: list[bytes] = []
     items: Sequence[bytes] = ()
@@ -214,7 +217,7 @@ def _request_key(wire: WireRequest) -> tuple[object, ...]:
 
 
 def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int]:
-    """Count how many of `items` are at the start of the list that starts at `at`. Return the count, and where the next item starts.
+    """Count how many of `items` match the beginning of the list at index `at`. Return the count, and where the next item starts.
 
     An item only matches if another item follows it in the body.
     """

@@ -397,7 +397,7 @@ def _decode_text_format(text: _Text) -> Constraint | None:
 
 
 def _echo_request(request: ResponsesRequest, reasoning: _Reasoning) -> bytes:
-    """Encode the response fields that repeat the request. A setting that the gateway ignores gets the value that is really in effect.
+    """Encode the response fields that repeat the request. For settings that the gateway ignores, encode the values that are in effect.
 
     The result is a JSON object without its braces. Requests that differ only in their items share it.
     """

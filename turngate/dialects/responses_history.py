@@ -125,7 +125,7 @@ class ResponsesHistory:
 
     `instructions` is a system message that precedes the items. `before` is the history of an earlier request whose items are a prefix of
     `items`. `earlier` finds stored items, to which the request may refer by id. The first `offset` items are not in the request itself but
-    come from the response that it continues.
+    come from the response that the request continues.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class ResponsesHistory:
         self.search_outputs: list[bytes] = []  # items with results of the agent's own tool searches
         self._groups: list[tuple[int, ...]] = []  # item indexes of each group; the instructions have index -1
         self.raws: list[bytes] = []
-        self._turn: int | None = None  # index of the group that is the open turn, to which items may be added
+        self._turn: int | None = None  # index of the open turn's group, to which items can still be added
         self._mark = ""  # reply mark of the open turn
-        self._adjacent = False  # whether the previous item was part of a turn of the model
+        self._adjacent = False  # whether the previous item was part of a model turn
         if isinstance(before, ResponsesHistory) and before._instructions == instructions:
             self.offered, self.search_outputs = before.offered.copy(), before.search_outputs.copy()
             self._groups, self.raws = before._groups.copy(), before.raws.copy()
@@ -197,7 +197,7 @@ class ResponsesHistory:
             self.raws[group] = b",".join([self.raws[group], *(self.items[n] for n in more)])
 
     def _resolve(self, n: int, item_id: str, named: set[str]) -> bytes:
-        """Return the stored item with this id, and add the id to `named`, the ids to which the request has already referred."""
+        """Return the stored item with this id, and add the id to `named`, the ids that the request has already referenced."""
         if item_id in named:
             where = self._place(n)
             raise BadRequest(f"{where}: item {item_id!r} is referenced twice; leave this reference out", param=where)
@@ -279,7 +279,7 @@ def _default_type(role: str | None) -> str:
 
 
 def reply_mark(item_id: str) -> str:
-    """Return the part of an item's id that all ids of the same reply share, or an empty string if the gateway did not assign the id."""
+    """Return the mark that all items of a reply have in their ids, or an empty string if the gateway did not assign the id."""
     return item_id.partition("_tg")[2][:24]
 
 
@@ -291,7 +291,7 @@ def _read_tools(item: bytes, where: str) -> list[bytes]:
 
 
 def _item_error(error: Exception, places: list[str]) -> BadRequest:
-    """Convert a decoding error to a `BadRequest`. `places` has the position in the request of each item that was decoded."""
+    """Convert a decoding error to a `BadRequest`. `places` contains each decoded item's position in the request."""
     found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", describe_error(error))
     if found is None:
         return BadRequest(f"{places[0]}: {describe_error(error)}", param=places[0])
@@ -322,7 +322,7 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
             case kind:
                 unsupported = (
                     unsupported
-                    or f"{where}.type: {kind!r} items are calls of the provider's own tools, which this gateway cannot read; leave them out"
+                    or f"{where}.type: {kind!r} items are calls to the provider's own tools, which this gateway cannot read; leave them out"
                 )
     # Text that was split by streaming is joined without a separator.
     return Message(
@@ -331,7 +331,7 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
 
 
 def _read_reasoning(item: _Item, where: str) -> tuple[str, str]:
-    """Return the reasoning in an item, and the provider's signature of it (empty if the gateway encoded the reasoning)."""
+    """Return the reasoning in an item, and the provider's signature for it (empty if the gateway encoded the reasoning)."""
     kept = item.encrypted_content or ""
     if kept.startswith(REASONING_PREFIX):
         return decode_reasoning(kept, where), ""
@@ -410,7 +410,7 @@ def _require_call_id(item: _Item, where: str) -> str:
 
 
 def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], str]:
-    """Return the texts of an item's content, and why a text-only model cannot read all of it (empty if it can)."""
+    """Return the texts of an item's content, and an error message if some of it is not supported (empty otherwise)."""
     if content is None or isinstance(content, str):
         return [content or ""], ""
     texts = []

@@ -39,7 +39,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class ItemPage(msgspec.Struct, frozen=True):
-    """Which page of a list of items the client requests: up to `limit` items after the item with the id `after`."""
+    """The page of a list that a client requests: up to `limit` items after the item with the id `after`."""
 
     after: str = ""
     limit: int = PAGE_SIZE
@@ -58,7 +58,7 @@ def split_items(raw: bytes) -> list[bytes]:
 
 
 def read_output(tail: bytes) -> list[bytes]:
-    """Return the output items of a stored response. `tail` is the last part of its JSON (see `ReplyRecord`), which starts with a comma."""
+    """Return the output items of a stored response. `tail`, the last part of its JSON (see `ReplyRecord`), starts with a comma."""
     return [bytes(item) for item in _output.decode(b'{"":0' + tail).output]
 
 

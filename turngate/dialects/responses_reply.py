@@ -50,7 +50,7 @@ class ResponsesReplyOptions(msgspec.Struct, frozen=True):
 
 
 # ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# `%b` is a placeholder for JSON (or, between quotes, for an id) and `%d` for a number. The first one in an event is its sequence number.
+# `%b` is a placeholder for JSON (or, between quotes, for an id) and `%d` for a number. The first placeholder is the sequence number.
 
 
 def _event(name: str, fields: bytes) -> bytes:
@@ -217,13 +217,13 @@ class ResponsesStream:
         return self._finish(done)[2]
 
     def empty(self) -> bytes:
-        """Encode all events of an empty response, for a request that asks not to generate anything."""
+        """Encode all events of an empty response, for a request that turns generation off."""
         begin = self.begin()
         self._whole = self._response("completed", usage=Usage(0, 0))
         return begin + _STATUS_EVENTS["completed"] % (self._next(), self._whole)
 
     def record(self) -> ReplyRecord:
-        """Return the record of the response, which must be complete."""
+        """Return the record of the response. The response must be complete."""
         assert self._whole, "the response is not complete"
         tools = self._history.offered if isinstance(self._history, ResponsesHistory) else ()
         return ReplyRecord(
@@ -318,7 +318,7 @@ class ResponsesStream:
         return b"%b_tg%b%02x" % (kind, self._mark, len(self._output))
 
     def _next(self) -> int:
-        """Return the sequence number of the next event, and advance it."""
+        """Return the next event's sequence number, and increment the counter."""
         self._sequence += 1
         return self._sequence - 1
 

@@ -23,7 +23,7 @@ class EventUnsupported(BadRequest):
 
 
 class SocketEvent(msgspec.Struct, frozen=True):
-    """The fields of a client's event that a request over HTTP does not have."""
+    """The fields of a client's event that an HTTP request does not have."""
 
     type: str = ""
     stream_id: str | None = None  # name of a lane; calls of one lane run one after another, and lanes run in parallel

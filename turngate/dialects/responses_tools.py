@@ -111,7 +111,7 @@ def decode_tools(raw: bytes, where: str) -> list[Tool]:
 
 
 def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
-    """Return the agent's tools by the names that the model sees. Skip a list that is not valid: it is too late to reject the request."""
+    """Return the agent's tools by the names that the model sees. Skip invalid lists, because it is too late to reject the request."""
     found: dict[str, AgentTool] = {}
     for raw in raws:
         try:

@@ -32,10 +32,10 @@ _BACKSLASH = b"\xff\xfe"  # replaces an escaped backslash; not UTF-8
 
 def without_lone_surrogates(body: bytes) -> bytes:
     """Replace lone surrogates in JSON with U+FFFD. JavaScript programs send them when they cut a string in the middle of a character."""
-    if not _has_surrogates(body) or _BACKSLASH in body:  # such a body is not UTF-8
+    if not _has_surrogates(body) or _BACKSLASH in body:  # a body with `_BACKSLASH` is not UTF-8
         return body
-    # Without escaped backslashes, each backslash starts an escape. A pattern that also matched these and pairs of surrogates would need a
-    # function for the replacement, and a long text would call it thousands of times.
+    # Hide escaped backslashes, so that every remaining backslash starts an escape. A pattern that also matched escaped backslashes and
+    # surrogate pairs would need a replacement function, which would be called thousands of times for a long text.
     escapes = body.replace(rb"\\", _BACKSLASH)
     return _LONE_SURROGATE.sub(rb"\\ufffd", escapes).replace(_BACKSLASH, rb"\\")
 
@@ -177,7 +177,7 @@ def validate_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, .
 
 
 def placeholder(kind: str, data: bytes) -> str:
-    """Return text to replace content that is not text, such as an image. It contains a hash, so different data gives different text."""
+    """Return text to replace content that is not text, such as an image. Its hash differs if the data differs."""
     return f"[{kind} {blake2b(data, digest_size=8).hexdigest()}]"
 
 

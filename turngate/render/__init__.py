@@ -34,8 +34,8 @@ def load_renderer(
     """Load the renderer of a tokenizer folder, and its certificate.
 
     If `family` is `auto`, use the hand-written renderer that the `renderers` package has for this exact model name, or else derive one from
-    the chat template. If it is `template`, always derive the renderer from the chat template. Any other value is the name of a family in
-    the package. If `recertify` is set, ignore the cached certificate and probe the renderer again.
+    the chat template. If `family` is `template`, always derive the renderer from the chat template. Any other value is the name of a family
+    in the package. If `recertify` is set, ignore the cached certificate and probe the renderer again.
     """
     name = record_name(folder, model, family)
     record = None if recertify else load_record(name)

@@ -1,7 +1,7 @@
 """How models write reasoning and tool calls: the known syntaxes, and the parsers of the text between call markers.
 
 To support another model's notation, add a `Syntax` to `SYNTAXES`, its parser to `_BODY_PARSERS`, and its marker to `detect_syntax`, which
-detects the syntax of a chat template. `parse.py` uses these to parse whole replies.
+detects the syntax of a chat template. `parse.py` parses whole replies with these syntaxes and parsers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Syntax(msgspec.Struct, frozen=True):
     reasoning_close: str = "</think>"
     call_open: str = "<tool_call>"
     call_close: str = "</tool_call>"  # if empty, the calls extend to the end of the reply
-    noise: tuple[str, ...] = ()  # markers around groups of calls, which are ignored
+    noise: tuple[str, ...] = ()  # markers around groups of calls; they are ignored
     bare: bool = False  # whether a reply that starts with a brace is a call
-    inner: tuple[str, ...] = ()  # further tokens inside calls or as parts of the markers above
+    inner: tuple[str, ...] = ()  # further tokens, inside calls or in the markers above
 
     def markers(self) -> tuple[str, ...]:
         outer = self.reasoning_open, self.reasoning_close, self.call_open, self.call_close

@@ -1,8 +1,8 @@
 """A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`.
 
-Reading a tokenizer and probing its template would take up most of the start-up time. A record is named by a digest of the tokenizer's
-files, the model, the family, our rendering code, and the versions of Python and of the packages that this code uses. After a change to any
-of these, the record is therefore missing, never out of date.
+Reading a tokenizer and probing its template would take up most of the start-up time. A record's name is derived from the tokenizer's files,
+the model, the family, our rendering code, and the versions of Python and of the packages that this code uses. If any of these changes, so
+does the name. A record that is found is therefore never out of date.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILES = (
     "chat_template.jinja",
     TOOL_TEMPLATE_FILE,
 )
-_MAX_RECORDS = 64  # a record with a large vocabulary has about 2 MB
+_MAX_RECORDS = 64  # a record with a large vocabulary takes about 2 MB
 _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
 
 
@@ -48,7 +48,7 @@ def record_name(folder: Path, model: str, family: str) -> str:
 def _tokenizer_digest(folder: Path) -> str:
     """Return a digest of the tokenizer's files, our rendering code, and the versions of Python and of the packages that the code uses.
 
-    Of a file that the tokenizer lacks, only the name is part of the digest.
+    For a file that does not exist, only the name is included.
     """
     digest = blake2b(f"{_VERSION} {sys.version}".encode(), digest_size=16)
     for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:
@@ -68,7 +68,7 @@ def load_record(name: str) -> CertificateRecord | None:
 
 
 def load_any_record(folder: Path) -> CertificateRecord | None:
-    """Load any record of a tokenizer folder, whatever its model and family. All of them have the same vocabulary."""
+    """Load any record of a tokenizer folder, for any model and family. All records of the folder have the same vocabulary."""
     try:
         records = map(_read_record, _cache_folder().glob(f"{_tokenizer_digest(folder)}-*.msgpack"))
         return next((record for record in records if record is not None), None)

@@ -22,7 +22,7 @@ from turngate.render.traits import LONG_CALL_ID
 from turngate.render.transition import BridgeDifference, Transition, write_after_turn
 from turngate.types import ID_DTYPE, Json, Message, Tool, ToolCall
 
-# "thinking" and "turn" mean that only the sampled turns differ: only in their thinking, or also in other text.
+# "thinking": only the thinking of the sampled turns differs. "turn": other text of the sampled turns differs too.
 ProbeVerdict = Literal["same", "thinking", "turn", "differs", "refused"]
 _WORST_FIRST: tuple[ProbeVerdict, ...] = ("differs", "refused", "turn", "thinking", "same")
 
@@ -79,7 +79,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether no transition failed. Conversations that the template rejects are ignored."""
+        """Whether all transitions passed. Conversations that the template rejects are ignored."""
         return not self.uncertified
 
     @property
@@ -100,7 +100,10 @@ class Certificate(msgspec.Struct, frozen=True):
         )
 
     def describe_uncertified(self) -> str:
-        """Describe the uncertified transitions in one phrase. Omit those after truncated turns that also fail after complete turns."""
+        """Describe the uncertified transitions in one phrase.
+
+        A transition after a truncated turn is omitted if the same transition after a complete turn is uncertified too.
+        """
         whole = [
             t for t in self.uncertified if not t.cut or msgspec.structs.replace(t, cut=False) not in self.uncertified
         ]
@@ -112,8 +115,8 @@ class Certificate(msgspec.Struct, frozen=True):
         if self.renderer == TEMPLATE_RENDERER:
             return f"at some transitions ({where}), the conversation is rendered in full, and the trace may fork"
         return (
-            f"at some transitions ({where}), the hand-written renderer {self.renderer} has no bridge, so the trace may fork, or its bridge "
-            "differs from a render of the whole conversation"
+            f"at some transitions ({where}), the hand-written renderer {self.renderer} has no bridge (so the trace may fork) or a bridge "
+            "that differs from a render of the whole conversation"
         )
 
     def explain_unread(self) -> str:
@@ -252,7 +255,7 @@ def _find_token(renderer: Renderer, where: str, bridge: Sequence[int], template:
 def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int]) -> list[int]:
     """Return the ids of a turn as the model would have sampled it, up to and including the closing token.
 
-    If a render does not show them, build them from the reasoning and the content, without calls.
+    If they cannot be found in a render, build them from the reasoning and the content, without calls.
     """
     tokenizer = renderer.tokenizer
     before = tokenizer.decode(prompt)

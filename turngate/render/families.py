@@ -45,7 +45,7 @@ _PROBE_TOOL = Tool(
 
 
 def family_of(model: str) -> str | None:
-    """Return the package's family for this exact model name, or None if it has no family for it."""
+    """Return the package's family for this exact model name, or None if there is none."""
     found: str | None = MODEL_RENDERER_MAP.get(model)
     return found
 
@@ -97,7 +97,8 @@ class FamilyRenderer:
             return None
         ids: list[int] = rendered.token_ids
         known = len(context) + len(sampled)
-        # The package promises that the ids start with these. Check it anyway, because wrong ids must never get into a trace.
+        # The package promises that the ids start with the context and the sampled ids. Check this anyway, because wrong ids must never get
+        # into a trace.
         return ids[known:] if ids[:known] == context + sampled else None
 
     def explain_refusal(

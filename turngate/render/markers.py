@@ -95,7 +95,7 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
     shaped = set(_MARKER.findall(joined))
     closing = _ANY_MARKER.match(text.partition(SENTINEL)[2].lstrip())
     needed = {token for token in tokenizer.declared if token in joined} | ({closing[0]} if closing else set())
-    # If no marker of this shape is a token, the template writes its role markers as plain text on purpose, as Zephyr's does.
+    # If no marker of this shape is a token, the template writes its role markers as plain text on purpose, as Zephyr's template does.
     if shaped & tokenizer.added.keys():
         needed |= shaped
     wrong = {marker for marker in needed if len(tokenizer.encode(marker)) != 1}

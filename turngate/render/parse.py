@@ -58,7 +58,7 @@ class Parser:
         # Whether no text has been emitted since the last marker. The newlines after a marker belong to the markup, so they are dropped.
         self._fresh = in_reasoning
         self._wants_calls = bool(tools)
-        self.satisfied = False  # whether only one call is wanted and it is complete, so that sampling may stop
+        self.satisfied = False  # whether the only call that is wanted is complete, so that sampling can stop
 
     def feed(self, text: str) -> list[Delta | CallDelta]:
         self._buffer += text

@@ -1,7 +1,7 @@
 """The `Renderer` interface, and `TemplateRenderer`, which implements it for any chat template.
 
-A renderer turns a conversation into prompt ids, and sampled ids into reply events. It also builds bridges, which are the ids from one turn
-to the next. `TemplateRenderer` derives the bridges from the template. A transition has no bridge if the bridge would differ from a
+A renderer turns a conversation into prompt ids, and sampled ids into reply events. It also builds bridges, which are the ids between one
+turn and the next. `TemplateRenderer` derives the bridges from the template. A transition has no bridge if the bridge would differ from a
 render of the whole conversation. `families.py` adapts hand-written renderers to the interface.
 """
 
@@ -129,7 +129,7 @@ class ReplyReader:
 
     @property
     def satisfied(self) -> bool:
-        """Whether sampling may stop: a stop string was found, or only one call is wanted and it is complete."""
+        """Whether sampling can stop: a stop string was found, or the only call that is wanted is complete."""
         return self._stops.hit or self._parser.satisfied
 
     @property
@@ -257,7 +257,7 @@ class TemplateRenderer:
         uncertified = self._find_uncertified(tools)
         if uncertified and Transition.of(last.message, new, cut=True) in uncertified:
             return None
-        # The turn was truncated, so its closing tokens were not sampled but are part of the bridge.
+        # The turn was truncated, so the bridge includes the closing tokens, which were not sampled.
         if not last.reasoning_open:
             return ids
         return np.concatenate([np.array(self.tokenizer.encode(self.syntax.reasoning_close), ID_DTYPE), ids])
@@ -480,7 +480,7 @@ def _compile_template(tokenizer: Tokenizer, default: str) -> tuple[Template, str
         if _find_call_syntax(template) is not None:
             return template, ""
         why = "it writes calls in a form that Turngate cannot parse"
-    unused = f"the chat template named tool_use cannot be used ({why}), so the one named default is used, even if there are tools"
+    unused = f"the chat template named tool_use cannot be used ({why}), so the template named default is used, even if there are tools"
     return template.without_tools, unused
 
 
@@ -490,7 +490,7 @@ def _thin_out(messages: Sequence[Message]) -> list[Message]:
 
 
 def _probe_history(*results: str) -> list[Message]:
-    """Build a conversation: a question, and then, for each of the texts, a call whose result is this text."""
+    """Build a conversation: a question, and then a call and its result for each text in `results`."""
     history = [Message("user", "What does main.py do?")]
     for n, text in enumerate(results):
         call = ToolCall(f"{LONG_CALL_ID[:-1]}{n}", "read_file", '{"path": "main.py"}')

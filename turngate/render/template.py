@@ -1,4 +1,4 @@
-"""Chat templates, rendered in the same way as by `transformers`, but without that package.
+"""Render chat templates as `transformers` does, but without that package.
 
 `Template` compiles and renders a template. If a template lacks a feature (`traits.py`), the conversation is rewritten before it is rendered
 (`template_fallbacks.py`). The Jinja environment is the one that Hugging Face documents: a sandbox with `tojson`, `raise_exception` and
@@ -59,14 +59,14 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox decides by the type of an object and the name of an attribute. This one remembers its decisions.
+    """A Jinja sandbox that remembers which attributes of a type are safe.
 
-    Deciding anew each time takes an eighth of the time of rendering.
+    Jinja's own sandbox decides this again at every access, which takes an eighth of the rendering time.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._decisions: dict[tuple[type, str], bool] = {}  # of attributes that exist
+        self._decisions: dict[tuple[type, str], bool] = {}  # only for attributes that exist
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         key = type(obj), attr

@@ -1,4 +1,4 @@
-"""Rewrite conversations for chat templates that lack tools or system messages, or that require a certain order of roles or form of call id.
+"""Rewrite conversations for chat templates that lack tools or system messages, or that restrict the order of roles or the form of call ids.
 
 If a template does not support tools, they are declared in the system prompt. Calls and results are written in the Hermes form, which Qwen
 and Hermes models are trained on and which `parse.py` parses.
@@ -48,9 +48,9 @@ def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[
 
 
 def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
-    """Merge the system message into the user message directly after it. If there is none, turn the system message into a user message.
+    """Merge the system message into the user message directly after it, or else turn the system message into a user message.
 
-    This is for templates without system messages.
+    This is for templates that do not support system messages.
     """
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
@@ -64,8 +64,8 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
     """Move each system message that does not start the conversation into a user message.
 
-    It is appended to the message directly before it if that is a system or user message, and otherwise becomes a user message itself. This
-    is for templates that leave out or move a system message in the middle of a conversation.
+    If a system or user message directly precedes it, append it to that message. Otherwise, turn it into a user message. This is for
+    templates that leave out or move a system message in the middle of a conversation.
     """
     out: list[Message] = []
     for message in messages:

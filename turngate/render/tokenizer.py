@@ -1,8 +1,8 @@
 """The tokenizer of a Hugging Face folder: converts between text and ids, without `transformers`.
 
-`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. It encodes text with tiktoken,
-which is faster than `tokenizers`, if both return the same ids for a probe corpus. It decodes byte-level vocabularies with a table. The
-`renderers` package also uses this class as its tokenizer.
+`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. It encodes text with tiktoken, which is faster than
+`tokenizers`, if both return the same ids for a probe corpus. It decodes byte-level vocabularies with a table. The `renderers` package also
+uses this class as its tokenizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_TOKEN = -1
 _MIN_CACHED_PIECE = 1_000  # characters; shorter segments are not cached
 _MAX_CACHED_CHARACTERS = 1_000_000
 # Pre-tokenizers (Qwen's and Llama's) with which lines can be encoded separately, because no token contains both the end of one line and
-# the start of the next: a match that contains a line break ends with the last line break of that white space, and there is no lookbehind.
+# the start of the next: a match that contains line breaks ends with the last of them, and there is no lookbehind.
 # (GPT-2's pre-tokenizer is different: its `\s+` also matches the indentation of the next line.)
 _LINE_SAFE_PATTERNS = frozenset(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -53,7 +53,7 @@ _LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # a line, together with an
 _MAX_CACHED_LINES = 16_384  # in each of the two caches, the newer and the older one
 _MAX_CACHED_LINE = 400  # characters; longer lines rarely repeat
 _MAX_TEXT_BY_LINES = 64_000  # characters; a longer text is encoded in one call, which releases the interpreter lock
-# All characters except Latin letters, punctuation, symbols, CJK and Hangul, which are normalized alike in all Unicode versions.
+# All characters except those that all Unicode versions normalize alike: Latin letters, punctuation, symbols, CJK and Hangul.
 _UNSETTLED = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 
 
@@ -435,8 +435,8 @@ def _parse_length(value: Json) -> int | None:
 def _load_chat_templates(folder: Path, config: Json) -> tuple[str | None, str | None]:
     """Return the chat template and, if there are two, the template for conversations with tools.
 
-    They are read from files or, if there is no file, from the config, which contains one template or a list of named templates, such as
-    `default` and `tool_use`. If there is no default template, the template for tools is the chat template.
+    They are read from files or, if chat_template.jinja does not exist, from the config. The config contains one template, or a list of
+    named templates such as `default` and `tool_use`. If there is no default template, the template for tools is the chat template.
     """
     files = {"default": folder / "chat_template.jinja", "tool_use": folder / TOOL_TEMPLATE_FILE}
     if files["default"].exists():

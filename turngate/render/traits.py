@@ -1,6 +1,6 @@
 """Find out which features a chat template supports, by rendering probe conversations with it.
 
-`probe_traits` tries every feature that the conversations of agents need. If a template lacks a feature, `template_fallbacks.py` rewrites
+`probe_traits` tries every feature that agents' conversations need. If a template lacks a feature, `template_fallbacks.py` rewrites
 the conversation.
 """
 

@@ -83,7 +83,7 @@ def find_difference(
     if isinstance(after, BridgeDifference):
         return after
     if TURN_TEXT in after:
-        return BridgeDifference("the template moves the turn's text to after the messages that follow the turn")
+        return BridgeDifference("the template writes the turn's text after the messages that follow the turn")
     return None if after == bridge else BridgeDifference("after the turn", bridge, after)
 
 

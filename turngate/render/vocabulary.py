@@ -73,7 +73,7 @@ def add_declared_tokens(spec: Json, config: Json) -> list[str]:
         spec.setdefault("added_tokens", []).append({**flags, "id": token_id, "content": content})
         known.add(content)
         out.append(content)
-    # An encoder assigns new ids to added tokens that are not in the vocabulary. Add them to it, so that they keep their declared ids.
+    # An encoder assigns new ids to added tokens that are not in the vocabulary. Add such tokens to it, so that they keep their ids.
     for token in spec["added_tokens"] if out else ():
         vocab.setdefault(token["content"], token["id"])
     return out
