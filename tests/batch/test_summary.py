@@ -98,7 +98,7 @@ def test_only_trained_rollouts_give_a_signal() -> None:
 
 
 def test_warnings_are_not_cut_before_their_fix() -> None:
-    warning = f"no tokens are trained: a model call of the agent was refused (404: {'x' * 500}); ask for a served model"
+    warning = f"no tokens are trained: a model call by the agent was refused (404: {'x' * 500}); ask for a served model"
     found = [rollout("a", n, 1.0, warnings=(warning,)) for n in range(2)]
     assert summarize("b", ["a"], 2, found).warnings == [(warning, 2)]
 

@@ -109,7 +109,7 @@ async def test_engine_fault_is_given_as_the_reason(data: Path) -> None:
         with pytest.raises(openai.InternalServerError):
             await g.ask(session.key, "Hi")
         await g.seal(session.id)
-        assert "no tokens are trained: no model call of the agent was answered; " in await show(
+        assert "no tokens are trained: no model call by the agent was answered; " in await show(
             session.id, "--data", data
         )
         fault = {"kind": "infrastructure fault", "message": "the connection to vllm failed"}

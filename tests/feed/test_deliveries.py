@@ -98,7 +98,7 @@ async def test_excluded_rollouts_have_reason_and_no_weight(advantage: Any) -> No
         assert [by_id[s].advantage for s in graded] == pytest.approx(expected[advantage])
         assert by_id[failed].excluded == "no reward: agent failed (it left nothing)"
         assert by_id[invalid].excluded == "no reward: invalid task"
-        assert by_id[silent.id].excluded == "it has no trainable turns: no model call of the agent was answered"
+        assert by_id[silent.id].excluded == "it has no trainable turns: no model call by the agent was answered"
         assert by_id[absurd].excluded == "its reward of -1e+300 is too large for computing advantages"
         for session in (failed, invalid, silent.id, absurd):
             assert by_id[session].advantage is None and not by_id[session].rows

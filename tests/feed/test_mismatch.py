@@ -173,7 +173,7 @@ async def test_wrong_reports_are_rejected() -> None:
         delivery = await feed.next(10)
         assert delivery is not None
         rows = delivery.rows()
-        with pytest.raises(BadRequest, match="pass one value for each"):
+        with pytest.raises(BadRequest, match="pass one value per trained token"):
             await feed.report_mismatch(1, 0, rows, [np.zeros(1)])
         with pytest.raises(BadRequest, match=r"one array for each row \(arrays: 0, rows: 1\)"):
             await feed.report_mismatch(1, 0, rows, [])

@@ -152,13 +152,13 @@ async def test_no_row_leaves_the_gateway(tmp_path: Path) -> None:
         assert delivery is not None
         by_id = {rollout.session: rollout for rollout in delivery.rollouts}
         excluded = by_id.pop(session.id)
-        assert excluded.excluded == f"it has no trainable turns: a model call of the agent was refused (404: {UNKNOWN})"
+        assert excluded.excluded == f"it has no trainable turns: a model call by the agent was refused (404: {UNKNOWN})"
         assert not excluded.rows and sum(rollout.advantage or 0 for rollout in by_id.values()) == pytest.approx(0)
     for name in [name for name in FORMATS if name not in ("atif", "dpo")]:  # not for training; needs a group
         done = export(tmp_path, tmp_path / f"{name}.jsonl", ExportChoices(format=name))
         exported = (tmp_path / f"{name}.jsonl").read_text()
         assert session.id not in exported and exported
-        [why] = [why for why in done.left_out if "a model call of the agent was refused (404: model 'editor'" in why]
+        [why] = [why for why in done.left_out if "a model call by the agent was refused (404: model 'editor'" in why]
         assert done.left_out[why] == 1 and "--on-refused train" in why
 
 
@@ -277,7 +277,7 @@ async def test_page_shows_warnings() -> None:
             [row] = (await page.get("/page/api/rollouts")).json()["rollouts"]
             assert (row["class"], row["warning"]) == ("graded", warning)
             [shown] = (await page.get(f"/page/api/rollouts/{session.id}")).json()["totals"]["warnings"]
-            assert shown.startswith(f"no tokens are trained: a model call of the agent was refused (404: {UNKNOWN}); ")
+            assert shown.startswith(f"no tokens are trained: a model call by the agent was refused (404: {UNKNOWN}); ")
 
 
 async def test_messages_are_short_and_encodable() -> None:

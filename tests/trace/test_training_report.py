@@ -90,7 +90,7 @@ def test_refused_call_excludes_the_rollout() -> None:
     found = report(work(), refused=REFUSED)
     assert (
         found.amount == "none"
-        and found.reason == "model calls of the agent were refused (404: model 'editor' does not exist)"
+        and found.reason == "model calls by the agent were refused (404: model 'editor' does not exist)"
     )
     assert "--on-refused train" in found.fix and list_warnings(found, REFUSED) == [found.warning]
 
@@ -99,14 +99,14 @@ def test_refused_call_is_reported_even_if_it_is_trained() -> None:
     found = report(work(), TrainingPolicy(refused=True), REFUSED)
     assert found.amount == "most"
     assert list_warnings(found, REFUSED) == [
-        "model calls of the agent were refused (404: model 'editor' does not exist)"
+        "model calls by the agent were refused (404: model 'editor' does not exist)"
     ]
 
 
 def test_agent_without_calls() -> None:
-    assert report([]).reason == "no model call of the agent was answered"
+    assert report([]).reason == "no model call by the agent was answered"
     recorder = Recorder([])
     failed = report_training(recorder.trace, {}, TrainingPolicy(), failure="the connection to vllm failed")
     assert failed.reason == "the rollout failed before its first turn (the connection to vllm failed)"
-    assert report([], refused=RefusedCalls(1, 400, "bad")).reason == "a model call of the agent was refused (400: bad)"
+    assert report([], refused=RefusedCalls(1, 400, "bad")).reason == "a model call by the agent was refused (400: bad)"
     assert list_warnings(None, None) == list_warnings(report(work()), None) == []

@@ -107,7 +107,7 @@ async def test_missing_turn_advantages_are_counted(recording: Recording) -> None
     rows, done = recording.export("rows", credit=TurnCredit())
     [row] = [row for row in rows if row["session"] == recording.ids["unclear"]]
     assert row["turn_advantages"] is None and row["token_advantages"] is None
-    reason = "it cannot be decided which turn made host-tool call 1, which has a reward"
+    reason = "host-tool call 1 has a reward, but it cannot be decided which turn made the call"
     assert done.left_out == {LEFT_OUT: 1, f"the turn advantages of a rollout: {reason}": 1}
 
 

@@ -14,7 +14,7 @@ MAX_REWARD = 1e30  # advantages of larger rewards overflow 32 bits
 def compute_advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | None]:
     """Compute one advantage per rollout, at the same index as its reward.
 
-    A reward of None is unknown or excluded. Its advantage is None, and it does not affect the others. The same applies to a reward whose
+    A reward of None is unknown or excluded. Its advantage is None, and the other advantages ignore it. The same applies to a reward whose
     magnitude exceeds `MAX_REWARD`.
 
     `normalised`     (reward - mean) / (standard deviation + EPSILON), with the population standard deviation (divided by n, not n - 1).

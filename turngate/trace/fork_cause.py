@@ -169,7 +169,7 @@ def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, rep
         same_question = _first_question_of(root) == question
         if not same_preamble and same_head and (question is None or same_question):
             return "tools" if has_tools else "side"
-        # Without tools, a title or another agent may have the same question. Only the same conversation also repeats its answers.
+        # Without tools, a title or another agent may have the same question. Only a revision of the conversation also repeats its answers.
         continues = has_tools or repeats_answers
         if same_preamble and not same_head and question is not None and same_question and continues:
             return "system"
@@ -184,7 +184,7 @@ def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) ->
     - It makes no tool calls, and no turn follows it.
     - The turn before it, if any, is not quoted or makes tool calls. If two successive answers are quoted, the quoting text is a transcript.
     - The agent's signals mark it as a side call or a summary, or else what it summarizes has at least two turns or was already shortened.
-      Otherwise, it may be a plan or a review.
+      Otherwise, it might be a plan or a review.
 
     If an unmarked summary is the first turn of a conversation, it summarizes an earlier conversation. Its own conversation must then quote
     the earlier one, or lack the tools that the shortened one has.

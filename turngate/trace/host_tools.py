@@ -31,7 +31,7 @@ class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         None  # seconds that a call waits for the host to reply; None: `reply` is sent immediately
     )
 
-    # The reward of the turn that makes a call, in addition to the rollout's reward, such as -0.1 for a hint. The agent never sees it.
+    # The reward that a turn gets for each call, in addition to the rollout's reward, such as -0.1 for a hint. The agent never sees it.
     reward: float | None = None
 
     def immediate_reply(self) -> Json:
@@ -101,7 +101,8 @@ def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
             raise BadRequest(f"the tool's schema has a reference that cannot be resolved: {missing}") from None
         except RecursionError:
             raise BadRequest(
-                "the arguments are nested too deeply, or the tool's schema refers to itself endlessly"
+                "the arguments are nested too deeply, or the references in the tool's schema form an infinite loop; "
+                "use fewer levels, or correct the schema"
             ) from None
         if error is None:
             return

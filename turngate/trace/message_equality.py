@@ -31,7 +31,7 @@ class RequestMessages:
         self.raws = history.raws
         self._messages: dict[int, tuple[Message, ...]] = {}
         self._meanings: dict[int, bytes] = {}
-        # By message: the positions of the call ids in the preceding assistant message.
+        # For each message index: the positions of the call ids in the preceding assistant message.
         self._orders: dict[int, dict[str, int]] = {}
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Compare the log-probabilities that a trainer computes with those that the engine reported when it sampled the tokens.
 
 For each trained token, d = log-probability under the trainer's current weights − recorded log-probability, and exp(d) is its importance
-ratio. Tokens are grouped by lag: how many policy versions lie between the weights that sampled them and the trainer's.
+ratio. Tokens are grouped by lag: how many policy versions lie between the weights that sampled them and the trainer's weights.
 
     lag 0   the weights are the same, so d is the mismatch between engine and trainer and should be 0
     lag n   d also contains n policy updates
@@ -26,7 +26,7 @@ from turngate.types import Count
 
 # Edges of the histogram of d, in nats. An edge belongs to the bucket that is nearer to 0.
 MISMATCH_EDGES = (*(-step for step in reversed(MISMATCH_STEPS)), *MISMATCH_STEPS)
-MAX_LAG = 16  # stands for this lag and all greater ones
+MAX_LAG = 16  # stands for this lag and all greater lags
 _MAX_LOG_RATIO = 20.0  # exp(d) is computed with |d| limited to this
 
 AlarmKind = Literal["difference", "kl", "stale_kl", "not_finite"]
@@ -45,7 +45,7 @@ class LagMismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mean: Annotated[float, msgspec.Meta(ge=0)] | None  # of |d|
     largest: Annotated[float, msgspec.Meta(ge=0)] | None  # of |d|
     k1: float | None  # mean of −d: unbiased estimate of KL(sampling policy ‖ trainer's policy)
-    k3: float | None  # mean of exp(d) − 1 − d: estimate of the same that is never negative
+    k3: float | None  # mean of exp(d) − 1 − d: estimate of the same divergence; never negative
 
     def count_over(self, difference: float) -> int:
         """Return the number of tokens with |d| > `difference`, including those whose d is not finite.
@@ -76,7 +76,7 @@ class MismatchMeter:
         if not trainer.shape == recorded.shape == versions.shape:
             found = f"length {len(trainer)}" if trainer.ndim == 1 else f"the shape {trainer.shape}"
             raise BadRequest(
-                f"logprobs has {found}, but the number of trained tokens is {len(recorded)}; pass one value for each",
+                f"logprobs has {found}, but the number of trained tokens is {len(recorded)}; pass one value per trained token",
                 param="logprobs",
             )
         newest = int(versions.max(initial=UNKNOWN_VERSION))
@@ -178,8 +178,8 @@ def _check_same_weights(one: LagMismatch, limits: MismatchLimits) -> list[Mismat
     over = one.count_over(limits.difference) if limits.difference else 0
     if limits.share and over / one.tokens > limits.share:
         message = (
-            f"the log-probabilities of engine and trainer differ by more than {limits.difference:g} nats for {over:,} of {one.tokens:,} "
-            f"tokens ({over / one.tokens:.1%}, limit {limits.share:.1%}), {_SAME_WEIGHTS}"
+            f"the engine's and the trainer's log-probabilities differ by more than {limits.difference:g} nats for {over:,} of "
+            f"{one.tokens:,} tokens ({over / one.tokens:.1%}, limit {limits.share:.1%}), {_SAME_WEIGHTS}"
         )
         alarms.append(MismatchAlarm("difference", message))
     if limits.kl and one.k3 is not None and one.k3 > limits.kl:

@@ -8,7 +8,7 @@ from math import comb
 def pass_at_k(graded: int, passed: int, k: int) -> float:
     """Return the unbiased estimate of pass@k. `k` must not exceed the number of graded rollouts."""
     if not 1 <= k <= graded or not 0 <= passed <= graded:
-        raise ValueError(f"pass@{k} is undefined (graded rollouts: {graded}, passed: {passed})")
+        raise ValueError(f"pass@{k} is undefined for {graded} graded rollouts of which {passed} passed")
     return 1.0 - comb(graded - passed, k) / comb(graded, k)
 
 

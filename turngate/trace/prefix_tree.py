@@ -34,7 +34,7 @@ class RowRange(msgspec.Struct, frozen=True):
 
 
 class PrefixLayout(msgspec.Struct, frozen=True):
-    """The ranges that rows consist of, in depth-first order, and the indices of the ranges of each row."""
+    """The ranges that rows consist of, in depth-first order, and the indices of each row's ranges."""
 
     ranges: tuple[RowRange, ...]
     paths: tuple[tuple[int, ...], ...]
@@ -58,7 +58,7 @@ class PrefixLayout(msgspec.Struct, frozen=True):
         return np.concatenate([np.arange(starts[part], starts[part + 1]) for part in self.paths[row]])
 
     def until(self) -> np.ndarray:
-        """Return the end of the range of tokens that may attend to each packed token. The range starts at the token itself."""
+        """For each packed token, return the end of the range of tokens that may attend to it. The range starts at the token itself."""
         return find_attended_until(self.starts, [part.parent for part in self.ranges])
 
 
@@ -110,7 +110,7 @@ def _insert(top: _Node, rows: Sequence[Sequence[np.ndarray]], row: int, cuts: Se
             found = None
             for child in node.children:
                 if rows[child.row][0][child.start] != rows[row][0][at]:
-                    continue  # fast: most siblings differ in their first token
+                    continue  # a fast check: most siblings differ in their first token
                 size = min(child.end - child.start, end - at)
                 if shared := _count_equal(rows[child.row], child.start, rows[row], at, size):
                     found = child if shared == child.end - child.start else _split(child, shared)
@@ -134,7 +134,7 @@ def _count_equal(
 
 
 def _split(node: _Node, size: int) -> _Node:
-    """Move the first `size` tokens of a node to a new parent, and return the parent. The node keeps the other tokens."""
+    """Move the first `size` tokens of a node to a new parent, and return the parent. The node keeps the remaining tokens."""
     above = node.parent
     assert above is not None, "the top has no tokens to split"
     head = _Node(node.row, node.start, node.start + size, above)
@@ -228,7 +228,7 @@ class PrefixTree(msgspec.Struct, frozen=True, eq=False):
             self.ids[places],
             np.repeat(trained, [segment.end - segment.start for segment in path]),
             self.logprobs[places],
-            # The nodes of a path are numbered in its order.
+            # Node ids increase along a path.
             tuple(sorted([*_rebuild_spans(index, path), *row.empty_turns], key=lambda span: span.node)),
             side,
         )
@@ -320,7 +320,7 @@ def list_attended(segments: Sequence[Segment], parent: int | None) -> tuple[tupl
 
 
 def _turn_column(row: Sample, rollout: int) -> np.ndarray:
-    """Return a number for each token's turn, which is unique among all rollouts, or -1 for context."""
+    """Return, for each token, a number that identifies its turn among all rollouts, or -1 for context."""
     turns = np.full(len(row.ids), -1, np.int64)
     for span in row.spans:
         turns[span.start : span.end] = span.node + rollout * _MAX_NODES
@@ -397,7 +397,7 @@ def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
 
 
 class InvalidTree(ValueError):
-    """The parts of a tree contradict each other. `field` is the name of the wrong one."""
+    """The parts of a tree contradict each other. `field` names the part that is wrong."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -405,7 +405,7 @@ class InvalidTree(ValueError):
 
 
 def check_tree(tree: PrefixTree) -> None:
-    """Raise `InvalidTree` if the parts of a tree do not fit together."""
+    """Raise `InvalidTree` if the parts of a tree contradict each other."""
     _check_arrays(tree)
     _check_segments(tree)
     _check_rows(tree)
@@ -418,13 +418,15 @@ def _check_arrays(tree: PrefixTree) -> None:
             raise InvalidTree(name, f"{name} has length {len(getattr(tree, name))}, but ids has length {tokens}")
     for name, column in tree.side.items():
         if column.spans and column.spans[-1][1] > tokens:
-            raise InvalidTree("side", f"side.{name}.spans ends after the last token (tokens: {tokens})")
+            raise InvalidTree(
+                "side", f"side.{name}.spans must end within the tree's {tokens} tokens, not at {column.spans[-1][1]}"
+            )
 
 
 def _check_segments(tree: PrefixTree) -> None:
     """Raise `InvalidTree` if the segments are not a tree in depth-first order, or contradict the arrays."""
     end = 0
-    path: list[int] = []  # from the root to the segment before
+    path: list[int] = []  # from the root to the previous segment
     for index, segment in enumerate(tree.segments):
         where = f"segments[{index}]"
         if segment.start != end or segment.end <= segment.start:

@@ -48,7 +48,7 @@ def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, 
 
     If `parent` is None, the conversation is new. It may quote any of the newest turns, but not in a tool result, which may repeat the tool
     call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations have added since then
-    are considered. An assistant message that repeats a turn also quotes it. This does not apply to a new conversation that starts in the
+    are considered. An assistant message that repeats a turn also counts as a quotation, except in a new conversation that starts in the
     same way as the turn's own conversation.
     """
     candidates = _list_candidates(trace, parent)
@@ -91,7 +91,7 @@ def _find_question(root: Context) -> bytes:
 def _split_into_parts(text: str) -> Iterator[str]:
     """Yield every part of a text that begins and ends at a line break.
 
-    If there are too many lines, use paragraphs instead, and only the first and last ones if there are still too many.
+    If there are too many lines, split the text into paragraphs instead. If there are still too many, use only the first and last ones.
     """
     limit = max(2, min(_MAX_LINES, isqrt(_MAX_COMPARED // (len(text) + 1))))
     starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text) + 1]
@@ -126,7 +126,7 @@ def _list_candidates(trace: Trace, parent: Sampled | None) -> list[Sampled]:
 def _longest(pieces: Sequence[str], count: int, least: int) -> tuple[str, ...]:
     """Return the middle of each of the `count` longest pieces that have at least `least` characters.
 
-    Markup at the ends of a piece is removed first, because a quotation may not keep it.
+    Markup at the ends of a piece is removed first, because a quotation might not keep it.
     """
     trimmed: Iterable[str] = (piece.strip(_MARKUP) for piece in pieces if len(piece) >= least)
     found = sorted((piece for piece in trimmed if len(piece) >= least), key=len, reverse=True)[:count]

@@ -1,4 +1,4 @@
-"""Decide the role of each turn in its rollout from the trace, and name the evidence for it.
+"""Decide each turn's role in its rollout from the trace, and name the evidence for the role.
 
 main        the agent's own conversation
 subagent    the conversation of a sub-agent, or of another agent that takes part in the work
@@ -13,11 +13,11 @@ Evidence is considered in this order, and the first that decides wins:
 delivery    how the turn ended: it was cut short, lost or replaced
 signal      what the agent states in headers or fields: a role, a thread, a parent thread
 rule        what the agent's description declares about system prompts, messages, tools or model names
-structure   which conversation continues which, which quotes the answers of which, and how long the answers are
+structure   which conversations continue or quote each other, and how long the answers are
 none        nothing decided, so the role is `unknown`
 
-Roles that the agent states in headers or fields are read by rules of its description, too. All rules apply in the order of the
-description, so one about a system prompt can take precedence over one about a header.
+The rules of the agent's description also read the roles that the agent states in headers or fields. The first rule that matches is used,
+so a rule about a system prompt can take precedence over a rule about a header.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Evidence = Literal["delivery", "signal", "rule", "structure", "none"]
 OWN_ROLES: tuple[TurnRole, ...] = ("main", "subagent", "unknown")  # the agent's work, trained by default
 
 _MAX_LABEL = 120  # characters of a title, a commit message or a verdict
-_LABEL_RATIO = 4  # a main conversation with this many times the text of a short answer is clearly a different one
+_LABEL_RATIO = 4  # a main conversation with this many times the text of a short answer is clearly not the same one
 _REVISIONS = (
     "compaction",
     "system",
@@ -212,7 +212,7 @@ class _Structure:
     def _is_real_compaction(self, root: Context) -> bool:
         """Return whether anything besides a shorter request suggests a compaction.
 
-        Older versions of Turngate could record the cause `compaction` for a conversation without tools that has no such evidence.
+        Older versions of Turngate could record the cause `compaction` for a conversation without tools and without such evidence.
         """
         if root.info.has_tools or root.info.quotes is not None or "a" in root.info.roles:
             return True
@@ -317,7 +317,7 @@ class _Structure:
         if alike is not None:
             return self._decide_like(alike, f"it has the system prompt of context {alike.id}")
         if root.info.quotes is None:
-            # A trace of an older version, without excerpts: only the recorded cause is known.
+            # A trace from an older version, without excerpts: only the recorded cause is known.
             recorded = root.info.cause or "a call before the main conversation"
             return RoleDecision(
                 "subagent" if root.info.cause == "subagent" else "side", "structure", f"recorded as {recorded}"
@@ -339,7 +339,7 @@ class _Structure:
         return _UNKNOWN if role == "unknown" else RoleDecision(role, "structure", why)
 
     def _decide_by_use(self, root: Context) -> RoleDecision | None:
-        """Return a role if another line uses this conversation's answers, or if this one uses another's answers. Otherwise, return None."""
+        """Return a role if another line uses this conversation's answers, or if this one uses another line's. Otherwise, return None."""
         if (user := self._find_user(root)) is not None:
             return RoleDecision("subagent", "structure", f"context {user.id} uses its answer")
         sources = [self._by_id[node].root for node in root.info.quotes or () if node in self._by_id]
@@ -379,7 +379,7 @@ class _Structure:
 
         This is the case if the main conversation has tools, several turns, or much more text. If both answer the same question, only their
         order counts: an earlier answer is not part of the main conversation, but a later one may be the real answer, because the main
-        conversation may only check the user's input.
+        conversation might only check the user's input.
         """
         main = self._main
         if main is None:

@@ -23,7 +23,7 @@ NEEDS_MASK = "trained only with its sampling mask: "
 
 
 class _Temperature(msgspec.Struct, frozen=True):
-    """The temperature among recorded sampling parameters. All others are ignored, even those that only newer versions of Turngate know."""
+    """The temperature among recorded sampling parameters. Others are ignored, including those that only newer versions of Turngate know."""
 
     temperature: float = NEUTRAL.temperature
 
@@ -50,7 +50,7 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str  # why the turn is not trained; empty if it is
     version_start: int
     version_end: int
-    # (policy version, tokens) of all tokens of the turn, if the weights changed during the turn and the engine reported where.
+    # The turn's tokens as runs of (policy version, tokens), if the weights changed during the turn and the engine reported where.
     version_runs: tuple[tuple[int, int], ...] = ()
     temperature: float = NEUTRAL.temperature  # at which the turn was sampled; left out of the wire format if it is 1
 
@@ -58,8 +58,8 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
 def list_token_versions(tokens: int, spans: Sequence[RowSpan]) -> np.ndarray:
     """Return the policy version that sampled each of a row's tokens, as int64.
 
-    It is `UNKNOWN_VERSION` for tokens that were not sampled. If the weights changed during a turn and the engine did not report at
-    which token, it is `UNKNOWN_VERSION` for all tokens of the turn.
+    The version is `UNKNOWN_VERSION` for tokens that were not sampled. If the weights changed during a turn and the engine did not report
+    at which token, it is `UNKNOWN_VERSION` for all tokens of the turn.
     """
     versions = np.full(tokens, UNKNOWN_VERSION, np.int64)
     for span in spans:
@@ -214,7 +214,7 @@ def has_sampling_masks(turn: Sampled) -> bool:
 def read_temperature(turn: Sampled) -> float:
     """Return the temperature at which a turn was sampled.
 
-    If it is 1, return the same object as the default of `RowSpan.temperature`, because msgspec omits only fields that are that very object.
+    If it is 1, return the default object of `RowSpan.temperature`, because msgspec omits a field only if it holds that very object.
     """
     used = _decode_temperature(turn.info.sampling).temperature if turn.info.sampling else 1.0
     return NEUTRAL.temperature if used == 1 else used

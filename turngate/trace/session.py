@@ -108,7 +108,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
 
 def check_session_id(session_id: str, param: str) -> None:
-    """Raise `BadRequest` if a session's id is invalid. `param` is the name of the field that contains it."""
+    """Raise `BadRequest` if a session id is invalid. `param` is the name of the field that contains the id."""
     if not _SESSION_ID.fullmatch(session_id):
         raise BadRequest(
             f"{param} must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
@@ -117,7 +117,7 @@ def check_session_id(session_id: str, param: str) -> None:
 
 
 def check_rollout(name: str) -> None:
-    """Raise `BadRequest` if the name of a rollout is invalid."""
+    """Raise `BadRequest` if a rollout name is invalid."""
     if len(name) > MAX_ROLLOUT_CHARS or not name.isprintable():
         raise BadRequest(f"rollout must be at most {MAX_ROLLOUT_CHARS} printable characters", param="rollout")
 
@@ -165,7 +165,7 @@ class Session:
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
         self.ending = ""  # why calls were aborted; if set, new calls are refused
         self.ending_lock = asyncio.Lock()
-        self.pending_tool_calls: dict[int, asyncio.Future[bytes]] = {}  # the replies of the host, by call number
+        self.pending_tool_calls: dict[int, asyncio.Future[bytes]] = {}  # the host's replies, by call number
         self.limits_announced: set[str] = set()  # limits for which an event was sent
         self.live_tokens = 0  # sampled by calls in flight and not yet stored; only `TurnDraft` changes it
         self.vocabulary = ""  # digest of the tokenizer used for recording

@@ -116,8 +116,8 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
         kinds = [_kind(before[-1].values)]
         if array.first < before[-1].end:
             raise InvalidSideData(
-                f"{array.name} has values for token {before[-1].end - 1} and then for token {array.first}; values must be in the order of "
-                "the tokens, at most one for each"
+                f"{array.name} has values for token {before[-1].end - 1} and then for token {array.first}; values must be in token "
+                "order, at most one per token"
             )
     else:
         kinds = [(side.dtype, side.shape) for _, _, side in list_ranges(parent, array.name)]
@@ -230,7 +230,7 @@ def join_columns(nodes: Sequence[Node], arrays: Mapping[int, Sequence[SideArray]
 
 
 def concatenate_columns(columns: Sequence[tuple[SideColumn, int]]) -> SideColumn:
-    """Join the columns of consecutive ranges of tokens. Each comes with the number of tokens in its range."""
+    """Join the columns of consecutive ranges of tokens. Each column comes with the number of tokens in its range."""
     parts: list[tuple[_Range, SideValues]] = []
     offset = 0
     for column, tokens in columns:

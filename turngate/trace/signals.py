@@ -30,7 +30,7 @@ _MAX_LENGTH = 200  # characters; longer values are cut
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rule that gives a call the role `role` if the value of `source` matches the pattern `match`."""
+    """A rule that assigns `role` to a call if the value of `source` matches the pattern `match`."""
 
     role: SignalRole
     source: str

@@ -22,7 +22,7 @@ _BIASED = "biased sampling: "
 _FORCED = "constrained: "
 _REPLACED: tuple[TurnRole, ...] = ("superseded", "aborted")
 _NO_CALLS = (
-    "no model call of the agent was answered",
+    "no model call by the agent was answered",
     "check that the agent uses the base URL and the key that it was given, and that the engine is up; read the agent's output",
 )
 _READ_OTHER = "another attempt at the rollout is trained instead, if there is one"
@@ -63,8 +63,8 @@ def report_training(
     """Report how much of a trace is trained. `role_of` has the role of each turn, by node id.
 
     `excluded` says why the whole rollout is not trained, whatever its trace contains. `failure` is the fault that ended the rollout, such
-    as an engine that is down. `masked` has the nodes whose sampling masks the trainer receives. If it is None,
-    the trainer receives all recorded masks.
+    as an engine that is down. `masked` has the nodes whose sampling masks the trainer receives. If it is None, the trainer receives all
+    recorded masks.
     """
     reasons = find_untrained(trace, role_of, policy, masked)
     turns = list(trace.turns())
@@ -98,7 +98,7 @@ def list_warnings(report: TrainingReport | None, refused: RefusedCalls | None) -
 
 
 def _describe_refused(refused: RefusedCalls) -> str:
-    calls = "a model call of the agent was" if refused.count == 1 else "model calls of the agent were"
+    calls = "a model call by the agent was" if refused.count == 1 else "model calls by the agent were"
     return f"{calls} refused ({refused.status}: {refused.message})"
 
 
@@ -156,7 +156,7 @@ def _explain_reason(reason: str) -> tuple[str, str]:
     if reason.startswith("role "):
         return (
             f"have the {reason}, which is not trained",
-            "add it to policy.roles, or describe in [signals] of the agent's file which calls are its main work",
+            "add this role to policy.roles, or describe in [signals] of the agent's file which calls are the agent's main work",
         )
     if reason == "aborted":
         return "were cut short", "read the agent's output and the gateway's log to find out who ended the calls"

@@ -186,7 +186,7 @@ class RecentRequest(msgspec.Struct, frozen=True):
 
     context: Context
     preamble: bytes
-    history_type: type[History]  # identifies the dialect, in which the bytes have their meaning
+    history_type: type[History]  # identifies the dialect of the bytes
     raws: list[bytes]
     opening: tuple[Message, ...] | None  # the first message, kept decoded because every turn needs the system prompt
     size: int  # total size of `raws` in bytes
@@ -270,7 +270,7 @@ class Trace:
     def _walk(self, node: Node | None, at: int, request: RequestMessages) -> tuple[Node | None, int]:
         """Follow the branch from `node` that matches best by meaning. Return the node where it ends and the number of messages up to there.
 
-        It ends at a turn, or at a context if that contains the request's last message.
+        The branch ends at a turn, or at a context if that contains the request's last message.
         """
         while at < len(request):
             child = next(iter(self._matching_children(node, at, request)), None)
@@ -420,10 +420,10 @@ def prompt_ids(node: Sampled | None, added: Ids) -> PromptIds:
 
 
 def _is_rewritten(message: Message, info: SampledInfo) -> bool:
-    """Return whether a message repeats a turn with rewritten arguments. Its text and call ids must be those of the turn.
+    """Return whether a message repeats a turn with rewritten arguments. The message must have the turn's text and call ids.
 
     Agents keep arguments as their tools received them: with defaults added, "5" converted to 5, or a needless `cd` or blanks removed.
-    The gateway chose the call ids, so it is the same turn, and the sampled ids stay the source of truth. If an agent cuts most of
+    The gateway chose the call ids, so equal ids mean the same turn, and the sampled ids stay the source of truth. If an agent cuts most of
     a call's long arguments, however, it intends to remove that text from the context. That is an edit.
     """
     sizes = argument_sizes(message)

@@ -8,7 +8,7 @@ a turn that is not trained count for the trained turn before it. The return of a
 
 The advantage compares this return with other returns of the group, by the feed's or export's method (`advantage.py`):
 
-    turn_index   with the returns of the turns that have the same number t, in the rollouts that have that many trained turns
+    turn_index   with the returns of the turns with the same number t, in all rollouts that have at least t trained turns
     all_turns    with the returns of all trained turns of the group; `leave_one_out` leaves out those of the same rollout
 
 Only returns are compared, never single rewards. A sum of rewards that were each compared with others would depend on the number of turns.
@@ -54,7 +54,7 @@ class ScoredRollout(msgspec.Struct, frozen=True):
 
     rows: Sequence[Sample]
     reward: float | None
-    turn_rewards: Sequence[TurnReward] | None  # None: no rewards of turns were given
+    turn_rewards: Sequence[TurnReward] | None  # None: no turn rewards were given
 
     @property
     def turns(self) -> list[int]:
@@ -80,7 +80,7 @@ def compute_turn_advantages(
     """Compute the advantages of the turns of a group's rollouts.
 
     A rollout without a reward, without turn rewards, or with a reward of an unknown turn gets no advantages, and does not affect the
-    others.
+    other rollouts.
     """
     missing = [_explain_missing(rollout) for rollout in rollouts]
     turns = [[] if why else rollout.turns for rollout, why in zip(rollouts, missing, strict=True)]
@@ -103,7 +103,9 @@ def _explain_missing(rollout: ScoredRollout) -> str:
         return NO_TURN_REWARDS
     unknown = next((one.call for one in rollout.turn_rewards if one.turn is None), None)
     return (
-        "" if unknown is None else f"it cannot be decided which turn made host-tool call {unknown}, which has a reward"
+        ""
+        if unknown is None
+        else f"host-tool call {unknown} has a reward, but it cannot be decided which turn made the call"
     )
 
 
@@ -145,7 +147,7 @@ def _subtract_mean(own: Sequence[float], others: Sequence[float]) -> list[float 
 
 
 def spread_advantages(tokens: int, spans: Sequence[RowSpan], advantages: Sequence[float | None]) -> np.ndarray:
-    """Return the advantage at each token of a row, as float32. `advantages` has one value per span; tokens without one have NaN."""
+    """Return the advantage at each token of a row, as float32. `advantages` has one value per span. Tokens without an advantage are NaN."""
     spread = np.full(tokens, np.nan, np.float32)
     for span, advantage in zip(spans, advantages or (None,) * len(spans), strict=True):
         if span.trained and advantage is not None:

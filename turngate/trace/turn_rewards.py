@@ -36,7 +36,7 @@ class TurnReward(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     value: float
     kind: RewardKind
     name: str = ""
-    turn: _Index | None = None  # in stored outcomes, only missing if it cannot be decided which turn made the call
+    turn: _Index | None = None  # in stored outcomes, None only if it cannot be decided which turn made the call
     call: _Index | None = None  # the number of the host-tool call
     start: _Index | None = None  # the span, in tokens of the turn's reply; None: the whole turn
     end: _Index | None = None
@@ -178,9 +178,9 @@ def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[Turn
 def reward_tool_calls(
     tools: Iterable[HostTool], turns: Sequence[TurnRecord], calls: Iterable[ToolCallRecord]
 ) -> dict[TurnReward, TurnReward]:
-    """Return the rewards that host tools give for their calls, as a mapping from the reward without `turn` to the reward with `turn`.
+    """Return the rewards for host-tool calls. Each key is a reward without `turn`, and its value is the same reward with `turn` set.
 
-    If it cannot be decided which turn made a call, `turn` stays None.
+    If it cannot be decided which turn made a call, `turn` is None in both.
     """
     values = {tool.name: tool.reward for tool in tools if tool.reward is not None}
     rewards = {}
