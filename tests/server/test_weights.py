@@ -226,7 +226,8 @@ async def test_resume_can_name_externally_loaded_adapter(tmp_path: Path) -> None
                     assert response == {"version": 7, "paused": False, "in_flight": 0, "model": "trl-policy-v7"}
                     without_model = await g.admin.post("/admin/fence/resume", json={"version": 8})
                     assert (
-                        without_model.status_code == 409 and "set model to the name of version 8" in without_model.text
+                        without_model.status_code == 409
+                        and "set model to the name under which the engine serves version 8" in without_model.text
                     )
                     other = await g.admin.post("/admin/fence/resume", json={"version": 7, "model": "x"})
                     assert other.status_code == 409 and "is already served as trl-policy-v7" in other.text

@@ -38,7 +38,7 @@ class Attempts:
     async def require_current(self, session: Session) -> None:
         """In a cell, if the attempt of a new session is superseded in the shared store, cancel the session and raise `Conflict`.
 
-        This first waits briefly until the session is announced to the shared store.
+        First wait briefly for the session to be announced to the shared store.
         """
         if self._wait_for_announcement is None:
             return
@@ -71,7 +71,7 @@ class Attempts:
         return found
 
     async def cancel_lower(self, rollout: str) -> None:
-        """Cancel the sessions of a rollout's superseded attempts. Call this when a newer attempt at the rollout was opened."""
+        """Cancel the sessions of a rollout's superseded attempts. Call this when a newer attempt has been opened."""
         await self.cancel_superseded([row.session for row in self._table.list_attempts(rollout)])
 
     async def cancel_superseded(self, sessions: Iterable[str] | None = None) -> None:
@@ -85,5 +85,5 @@ class Attempts:
                 log.warning("cannot cancel superseded session %s: %s", session_id, error.message)
 
     def _find_unnamed(self, rollout: str) -> str:
-        """Return `rollout` if it is the id of a session, otherwise an empty string. A session without a rollout name uses its id."""
+        """Return `rollout` if it is a session id, otherwise an empty string. Without a rollout name, a session uses its id as the name."""
         return rollout if self._sessions.knows(rollout) else ""

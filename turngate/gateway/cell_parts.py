@@ -1,9 +1,9 @@
 """Divide the engines between projects, and each project's share between the cells that use the same engines.
 
 A cell's *part* of a project's share is proportional to the number of the project's calls in that cell, running and waiting. When a call
-ends, only its own cell can use the place that becomes free at the engines. So when a cell chooses its next call, it compares the number of
-a project's calls that run in this cell with its part of the project's share. The project's calls in other cells do not matter then. A cell
-gives up places only while another cell runs fewer calls than that other cell's part. All functions here are pure.
+ends, only the cell that ran it can use the place that becomes free at the engines. So when a cell chooses its next call, it compares each
+project's running calls in this cell with this cell's part, not with the calls in other cells. A cell gives up places only while another
+cell runs fewer calls than that other cell's part. All functions here are pure.
 """
 
 from __future__ import annotations

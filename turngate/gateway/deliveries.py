@@ -1,6 +1,6 @@
 """Build deliveries: the rows and advantages of complete groups.
 
-A rollout that is too old, has nothing to train, or is excluded by the feed's policy is delivered without rows, and with the reason.
+A rollout that is too old, has no trainable turns, or is excluded by the feed's policy is delivered without rows, but with the reason.
 
 A delivery is built each time it is read. Its number always means the same group, but a rollout that was trainable at an earlier read may be
 too old or deleted at a later one.
@@ -211,7 +211,7 @@ def _judge(
     truncated: bool,
     timed_out: bool,
 ) -> tuple[bool, str]:
-    """Return whether a rollout's reward counts in its group's baseline, and why the rollout is not trained (empty if it is)."""
+    """Return whether a rollout's reward counts in its group's baseline, and why the rollout is not trained on (empty if it is)."""
     outcome = member.outcome
     if outcome.reward is None:
         return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")

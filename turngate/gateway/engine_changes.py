@@ -1,6 +1,6 @@
 """Change the engine pool while the gateway is running: add, drain and remove engines.
 
-    add     load the current weights into the engine, record it, and let every process use it
+    add     load the current weights into the engine, add it to the list, and let every process use it
     drain   send it no new calls: calls in flight end there, and sessions move to another engine with their next call
     remove  drain it, wait until its calls have ended, and remove it from the list
 
@@ -155,7 +155,7 @@ class EngineChanges:
         if address in listed.failed:
             force = True  # it has no calls
         elif len(listed.used) == 1:
-            raise Conflict(f"{address} is the only engine; add another one before you remove it", param="url")
+            raise Conflict(f"{address} is the only engine; add another engine before you remove this one", param="url")
         if not force:
             await self.drain(url)
             try:

@@ -62,7 +62,7 @@ class Events:
                 follower.set()
 
     def close(self) -> None:
-        """End all followers when the gateway stops or the project was deleted. After a restart, they can continue where they stopped."""
+        """End all followers when the gateway stops or the project is deleted. After a restart, they can continue where they stopped."""
         self._closed = True
         for followers in self._followers.values():
             for follower in followers:

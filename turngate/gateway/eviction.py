@@ -125,8 +125,8 @@ def _malloc_trim() -> ctypes._NamedFuncPointer | None:
 def trim_memory() -> None:
     """Return free memory to the system. Otherwise, the C library keeps freed memory that lies between blocks in use.
 
-    Run this in a thread: it releases the interpreter lock. It holds the C library's lock, which delays larger allocations by 3 ms with 100
-    MB in use, by 9 ms with 600 MB, and by another 0.4 ms for every megabyte returned.
+    Run this in a thread, since the call releases the interpreter lock. It holds the C library's lock, which delays larger allocations by
+    3 ms with 100 MB in use, by 9 ms with 600 MB, and by another 0.4 ms for every megabyte returned.
     """
     trim = _malloc_trim()
     if trim is not None:

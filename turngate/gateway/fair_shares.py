@@ -8,9 +8,9 @@ project with calls has at least one running, even if its share is less than one 
 Calls wait here only while all engines report long queues. While calls are waiting, each call that ends lets another one in, so the engines
 stay as full as they are. A gateway with only one project lets every call through.
 
-If several cells use the same engines, each has a part of each project's share (`cell_parts.py`). The next call in a cell comes from the
-project with the fewest running calls relative to its part. While another cell runs fewer calls than its own part, a project that already
-has its part in this cell does not replace calls that end. This frees room at the engines for the other cell.
+If several cells use the same engines, each cell has a part of every project's share (`cell_parts.py`). The next call in a cell comes from
+the project with the fewest running calls relative to the cell's part. While another cell runs fewer calls than its own part, a project that
+already runs its full part in this cell starts no new call when one of its calls ends. This frees room at the engines for the other cell.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Feeds: named, durable, ordered logs of complete groups for trainers. A new feed can start with the rollouts recorded before it.
+"""Feeds: named, durable, ordered logs of complete groups for trainers. A new feed can include rollouts recorded earlier.
 
     a rollout's outcome is recorded ──► its group is complete ──► the delivery is numbered permanently      (store/feeds.py)
     a trainer reads past a number   ──► rows from the stored traces, group advantages, current staleness    (deliveries.py)
@@ -85,7 +85,7 @@ class Feeds:
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def open(self, name: str, config: FeedConfig) -> FeedView:
-        """Open a feed. If it is new, create it, and fill it with earlier outcomes if its settings say so."""
+        """Open a feed, and create it if it does not exist. With `from_start`, a new feed is filled with earlier outcomes."""
         check_feed_name(name)
         written = msgspec.json.encode(config)
         row = self._log.open(name, written, config.n, config.groups, from_start=config.from_start)
@@ -155,7 +155,7 @@ class Feeds:
                 raise Conflict(
                     f"{restored}. The feed's newest delivery is now {row.newest}, and the last committed one is {row.committed}; later "
                     f"commits may be lost. Open the feed with 'after' set to the number in your checkpoint, or to {row.committed} if "
-                    "nothing later was trained",
+                    "no later delivery was trained on",
                     param="after",
                 )
             return
@@ -163,15 +163,14 @@ class Feeds:
         last = row.newest if not mark or marked == history else self._restores.last_number(row.key, marked)
         if last is None or after > last:
             problem = (
-                "its mark is unknown to this store, so numbers may now refer to other deliveries"
+                "the checkpoint's mark is unknown to this store, so numbers may now refer to other deliveries"
                 if last is None
                 else f"only numbers up to {last} still refer to the same deliveries"
             )
             start = row.committed if last is None else last
             raise Conflict(
-                f"{restored}. The checkpoint is at delivery {after}, but {problem}. "
-                f"Rollouts that may already have been trained are delivered without rows. Continue with after={start} and the mark "
-                f"{_view(row, history).mark!r}",
+                f"{restored}. The checkpoint is at delivery {after}, but {problem}. Continue with after={start} and the mark "
+                f"{_view(row, history).mark!r}; rollouts that may already have been trained on are then delivered without rows",
                 param="after",
             )
         self._restores.confirm(row.key)
@@ -328,12 +327,12 @@ def _view(row: FeedRow, history: str, waiting: tuple[IncompleteGroup, ...] = ())
 
 
 def _digest_report(report: MismatchReport) -> str:
-    """Return a digest of what a report says. The reader's token is not part of it."""
+    """Return a digest of a report's content, without the reader's token."""
     return hashlib.sha256(msgspec.json.encode((report.number, report.version, report.lags))).hexdigest()
 
 
 def _read_earlier_alarms(name: str, report: MismatchReport, earlier: str) -> tuple[MismatchAlarm, ...]:
-    """Return the alarms in the result of an earlier report with the same id. Raise `Conflict` if that was a different report."""
+    """Return the stored alarms of an earlier report with the same id. Raise `Conflict` if the earlier report was different."""
     result = _report_result.decode(earlier)
     if not isinstance(result, _ReportResult):
         return result

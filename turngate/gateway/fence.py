@@ -97,8 +97,8 @@ class Fence:
             )
         if version > self.version and model is None and self.model:
             raise Conflict(
-                f"model is missing: the engine serves version {self.version} as {self.model!r}; set model to the name of "
-                f"version {version}, or to an empty string for the engine's own model",
+                f"model is missing: the engine serves version {self.version} as {self.model!r}; set model to the name "
+                f"under which the engine serves version {version}, or to an empty string for the engine's own model",
                 param="model",
             )
 

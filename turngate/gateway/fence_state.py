@@ -1,4 +1,4 @@
-"""The stored policy version and the stored state of the fence, which survive a restart in the middle of an update."""
+"""The stored policy version and state of the fence, at which calls wait during an update. They survive a restart during an update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FenceState:
     def write_open(self, version: int, event: NewEvent | None = None) -> None:
         """Record the version, and that no hold and no load is in progress, in one transaction.
 
-        Recording only one of them could label turns with the wrong version.
+        Recording only part of this could label turns with the wrong version.
         """
         self._store.set_settings({_VERSION: str(version), _HELD: "", _LOADING: ""}, event)
 

@@ -1,4 +1,4 @@
-"""Check, record and answer calls of host tools.
+"""Check, record and answer calls to host tools.
 
 A call is recorded before it is answered. If the tool has `wait_s`, the call waits up to that long for the host's answer. The agent always
 receives a reply: at the latest when the wait is over, or when the session or the gateway ends.
@@ -99,9 +99,10 @@ class HostTools:
         if call is None:
             raise NotFound(f"unknown tool call {number} in session {session.id}")
         if call.reply is not None:
-            how = {"tool": " immediately", "time": " with the default reply when its time was up"}.get(
-                call.answered_by, ""
-            )
+            how = {
+                "tool": f": calls to {call.tool!r} are answered immediately, because the tool has no wait_s",
+                "time": " with the default reply, because the host did not answer in time",
+            }.get(call.answered_by, "")
             raise Conflict(f"tool call {number} was already answered{how}")
         pending = session.pending_tool_calls.get(number)
         if pending is None or pending.done():
@@ -115,7 +116,7 @@ class HostTools:
         return found
 
     def list_records(self, session_id: str) -> list[ToolCallRecord]:
-        """Return the number, tool and time of all calls of a session, oldest first."""
+        """Return the number, tool and time of each call of a session, oldest first."""
         row = self._store.find(session_id)
         calls = [] if row is None else self._calls.page(row.key, 0, MAX_CALLS)
         return [ToolCallRecord(call.call, call.tool, call.called) for call in calls]

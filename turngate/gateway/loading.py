@@ -6,7 +6,8 @@ The first request for a session after a restart loads it in the same way. So doe
 describes the session.
 
 Slices run on the event loop. The slices of all projects take about 2 ms of CPU time together, however many traces are being loaded. Then
-they give way to everything else that is ready. In a thread, each row of a trace could wait for the interpreter lock while the loop is busy.
+they give way to everything else that is ready. They do not run in a thread, because there each row of a trace could wait for the
+interpreter lock while the loop is busy.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class TimeSlicer:
     """Runs jobs in slices. The slices of all jobs take about `slice_s` seconds of CPU time together, then give way to other work.
 
     A turn needs many iterations of the event loop, and would wait for a slice in each of them if the slices did not give way. Jobs of
-    `run`, which turns may wait for, alternate with those of `call`, however many of these there are.
+    `run`, which turns may wait for, alternate with jobs of `call`, however many jobs of `call` there are.
     """
 
     def __init__(self, slice_s: float = _SLICE_S) -> None:

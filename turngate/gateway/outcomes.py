@@ -62,7 +62,7 @@ class OutcomeRecorder:
         """
         self._require_lease()
         row = self._sessions.find_row(session_id)
-        if row.config.rollout:  # if the session names its rollout, its settings also say which attempt it is
+        if row.config.rollout:  # a session that names its rollout also has the attempt in its settings
             outcome = msgspec.structs.replace(outcome, attempt=row.config.attempt)
         written = outcome.encode()
         _check_name(outcome.group, "group")

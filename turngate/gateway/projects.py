@@ -96,7 +96,7 @@ class Projects:
         if unfinished and not force:
             raise Conflict(
                 f"project {name!r} has sessions that are open, or that a cell has not shipped yet ({unfinished}); seal or cancel the open "
-                "ones and wait until cells have shipped theirs, or set 'force' to delete the project anyway",
+                "ones and wait until every cell has shipped its sessions, or set 'force' to delete the project anyway",
                 param="force",
             )
         details = {"unfinished_sessions": unfinished, "force": force}

@@ -27,7 +27,7 @@ from turngate.types import NO_IDS, Call, Ids, Json, Message, PromptIds, Tool
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _MESSAGES_FIELD = {"responses": "input", "gemini": "contents"}  # `messages` in the other dialects
-_MAX_TOOL_SETS = 64  # decoded tool sets that are cached, over all sessions
+_MAX_TOOL_SETS = 64  # decoded tool sets that are cached, across all sessions
 _MAX_TOOLS_SIZE = 256_000  # bytes; larger tool sets are not cached
 _MAX_INLINE_SIZE = 64_000  # bytes of new messages and tools; larger prompts are rendered in a thread
 _MAX_INLINE_MESSAGES = 256  # new messages; more are compared in slices and rendered in a thread

@@ -1,4 +1,4 @@
-"""Quotas of projects: each process takes a part of a quota from the store, and a thread takes more when the part is nearly used up.
+"""Project quotas: each process takes a part of a quota from the store, and a thread takes more when the part is nearly used up.
 
 A model call only compares the number of tokens sampled so far with this process's part, in memory. The call waits only if the part is used
 up before the thread has taken more. Calls in flight always finish, so a project can exceed its quota by the tokens of these calls.
@@ -47,7 +47,7 @@ class ProjectQuota:
         self.limits = Quotas()
         self.max_tokens = inf  # the value of `metrics.sampled_tokens` at which the part is used up
         self.max_sessions = inf
-        self.store_error = ""  # why the store could not be asked for more the last time; empty: it answered
+        self.store_error = ""  # why the store did not answer the last request; empty: it answered
         self.need = threading.Event()  # set if a call is waiting for a part
         self._waiters: list[asyncio.Future[None]] = []
 

@@ -69,7 +69,7 @@ class Sessions:
         self._reader = SlicedReader(store, slicer or TimeSlicer())
         self._loads: SharedLoads[str, Session] = SharedLoads()  # by session id
         self._started = clock.now()
-        self._stopping = False  # whether calls of sessions that are still being loaded must not start
+        self._stopping = False  # if set, calls of sessions that are still being loaded must not start
         self._live: dict[str, Session] = {}
         self._ended: list[Session] = []  # ended sessions that the evictor has not collected yet
         self._by_secret: dict[bytes, str] = {
@@ -205,7 +205,7 @@ class Sessions:
         return secrets.compare_digest(digest, _digest(secret))
 
     def knows(self, session_id: str) -> bool:
-        """Return whether the session exists, or a runner has announced events for it, which may happen before it is opened."""
+        """Return whether the session exists, or a runner has announced events for it. A runner may do so before the session is opened."""
         return session_id in self._live or self._store.find(session_id) is not None or self._events.knows(session_id)
 
     def live(self) -> Iterable[Session]:
@@ -272,7 +272,7 @@ class Sessions:
                 return session
             # Calls in flight record the tokens sampled so far before the session is closed.
             await session.abort_calls(status)
-            # A reached limit remains the stop reason, unless the session cannot be used at all.
+            # If a limit was reached, it remains the stop reason, unless the session is stale or superseded.
             stop_reason = stop if stop in (STALE, SUPERSEDED) else session.stop or stop
             event = new_event(session_id, status, {"stop": stop_reason, "turns": session.turns})
             try:
@@ -305,7 +305,7 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight, because the cell must not serve now. Agents repeat the calls, which wait until it serves again."""
+        """Abort all calls in flight, because the cell must not serve now. Agents repeat them, and they wait until the cell serves again."""
         await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
 
     def owns(self, session_id: str) -> bool:

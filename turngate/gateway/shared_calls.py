@@ -1,8 +1,9 @@
 """The calls of many cells, counted by project, so that fair shares hold for all cells that use the same engines.
 
-Each process of a cell sends its numbers with its reports to the shared fence (`shared_fence.py`), and then reads those of the others. No
-call waits for this. Numbers expire after two fifths of the lease, the time of two regular reports. A cell that cannot serve calls, because
-its lease has lapsed or it cannot reach the engines, sends none. A process that cannot reach the shared store uses only its own numbers.
+Each process of a cell sends its counts with its reports to the shared fence (`shared_fence.py`), and then reads the counts of the other
+processes. No call waits for this. Counts expire after two fifths of the lease, which is twice the time between regular reports. A cell that
+cannot serve calls, because its lease has lapsed or it cannot reach the engines, sends none. A process that cannot reach the shared store
+uses only its own counts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from turngate.gateway.fence import Fence
 
 log = logging.getLogger("turngate")
 REPORT_S = 1.0  # between reports while calls wait for their share
-_CELLS_PER_S = 100  # with many cells, reports are less frequent, since each reads the numbers of all cells
+_CELLS_PER_S = 100  # with many cells, reports are less frequent, since each of them reads the counts of all cells
 
 
 _Calls = dict[str, Annotated[int, msgspec.Meta(gt=0, le=10**9)]]  # by project

@@ -1,9 +1,9 @@
 """One fence for many cells: change it in the shared store (its table is in `store/shared/fence.py`), or follow it.
 
-The gateway on the shared store changes the fence (`SharedBarrier`), and every cell follows it (`FenceFollower`). After a change, the
-gateway waits until each follower has carried it out or can no longer serve. A follower may serve only for `ttl_s` seconds after it sent its
-last report, so the gateway waits at most that long for a cell that cannot be reached. By then, that cell holds new calls and has aborted
-its calls in flight.
+Calls wait at the fence during weight updates (`fence.py`). The gateway on the shared store changes the fence (`SharedBarrier`), and every
+cell follows it (`FenceFollower`). After a change, the gateway waits until each follower has carried it out or can no longer serve. A
+follower may serve only for `ttl_s` seconds after it sent its last report, so the gateway waits at most that long for a cell that cannot be
+reached. By then, that cell holds new calls and has aborted its calls in flight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SharedBarrier:
         self._table = table
 
     async def adopt_version(self) -> None:
-        """Adopt the shared version if another gateway on the same store has made a newer one current."""
+        """If another gateway on the same store has activated a newer version, adopt that version."""
         shared = await asyncio.to_thread(self._table.read)
         if shared.version > self._fence.version:
             self._fence.set(shared.version, shared.model if shared.model or self._fence.model else None)
@@ -105,7 +105,7 @@ def _refusal() -> Conflict:
 
 
 class FenceFollower:
-    """Makes the fence of one process of a cell follow the fence of the shared store. Its reports also count the process's calls by project.
+    """Makes the fence of one process of a cell follow the fence of the shared store, and reports the process's calls by project.
 
     `connect` opens the table of the shared fence. `abort_calls` aborts the calls in flight when the cell may no longer serve.
     """
@@ -258,7 +258,7 @@ class FenceFollower:
                 has_failed = False
             except (
                 Exception
-            ):  # otherwise, calls that the trainer believes to have ended would still be sampled and recorded
+            ):  # otherwise, calls that the trainer believes have ended would still be sampled and recorded
                 if not has_failed:
                     log.exception("cannot abort the calls in flight; retrying")
                 has_failed = True

@@ -1,8 +1,8 @@
 """Weight updates of all cells, at the gateway on the shared store.
 
 The gateway holds the calls of every cell, loads the weights into every listed engine, and resumes the calls at the new version. If the
-first engine rejects the weights, the old version remains active. If a later engine rejects them, it is taken out of service, the reason is
-recorded, and the others continue: one broken engine among many does not stop the training.
+first engine rejects the weights, the old version remains active. If a later engine rejects them, that engine is taken out of service, the
+reason is recorded, and the update continues: one broken engine among many does not stop training.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SharedUpdates(WeightUpdates):
         return results[0].ok
 
     async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
-        """Take out of service the engines that could not load the weights. Call this before calls resume."""
+        """Take engines that could not load the weights out of service. This must happen before calls resume."""
         for one, result in zip(each, results, strict=True):
             if result.ok:
                 continue

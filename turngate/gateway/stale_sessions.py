@@ -103,7 +103,7 @@ def group_of(config: SessionConfig) -> str | None:
 def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: int) -> int | None:
     """Return the oldest policy version that any feed still accepts in rollouts of this group.
 
-    Return None if one of these feeds has no limit, or if no feed accepts the group.
+    Return None if a feed that accepts the group has no limit, or if no feed accepts the group.
     """
     wanted = [bound for prefix, bound in bounds if group.startswith(prefix)]
     known = [bound for bound in wanted if bound is not None]

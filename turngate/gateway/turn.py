@@ -2,7 +2,7 @@
 
     admit → locate → render → generate → parse → commit → reply
 
-    admit     check status, limits and quota, and that turns can be recorded; wait for a share of the engines and at the fence
+    admit     check status, limits and quota, and that turns can be recorded; wait for a share of the engines, and at the fence (fence.py)
     locate    find the deepest point of the session's trace that this request extends    (trace, prompt.py)
     render    extend the stored ids up to that point with only the new messages          (render, prompt.py)
     generate  send ids, receive ids with log-probabilities; abort if the agent hangs up  (engines)
@@ -73,7 +73,7 @@ class PipelineSettings(msgspec.Struct, frozen=True):
     echo_prompt: bool = (
         False  # ask the engine to echo the prompt it received, and compare it with the prompt that was sent
     )
-    vocabulary: str = ""  # digest of the tokenizer; a session can only continue with the same one
+    vocabulary: str = ""  # digest of the tokenizer; a session can continue only with the same tokenizer
     mode: Mode = "exact"  # the mode of the sessions that the engine serves; "gate" if the trainer is the engine
     project: str = DEFAULT_PROJECT
     routed_experts: bool = False  # ask the engine for the routed experts of tokens for which none are recorded yet
@@ -149,7 +149,7 @@ class TurnPipeline:
         session.require_open()
         if session.vocabulary != self._settings.vocabulary:
             raise Conflict(
-                "this session was recorded with a different tokenizer; use that tokenizer, or open a new session"
+                "this session was recorded with a different tokenizer; restart the gateway with that tokenizer, or open a new session"
             )
         session.last_used = clock.now()
         names = (session.config.model,) if session.config.model else self._settings.models
@@ -247,7 +247,7 @@ class TurnPipeline:
         if session.config.mode != self._settings.mode:
             raise Conflict(
                 f"this session has mode {session.config.mode!r}, but this gateway's engine serves mode {self._settings.mode!r}; open "
-                "a session with that mode"
+                f"a session with mode {self._settings.mode!r}"
             )
         prompt = await self._prompts.build(session, call, renderer)
         self._require_fitting(session, len(prompt.ids))
@@ -359,7 +359,7 @@ class TurnPipeline:
     def _add_chunk(self, draft: TurnDraft, chunk: Chunk, reader: ReplyReader) -> list[Delta | CallDelta]:
         """Add a chunk to the draft, and return the events parsed from it. Tokens past the end of the turn are dropped."""
         ids, logprobs, call = chunk.ids, chunk.logprobs, draft.call
-        # Parallel calls share the session's limit, so it may be reached in the middle of a chunk.
+        # Parallel calls share the session's limit, so the limit can be reached in the middle of a chunk.
         left = draft.session.tokens_left
         end = len(ids) if left is None else min(len(ids), left)
         events: list[Delta | CallDelta] = []

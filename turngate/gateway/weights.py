@@ -4,7 +4,8 @@
     load    into one replica first, then into the others (`replicas.py`)
     resume  record the version, then let calls through
 
-`WeightUpdates` operates on a `Barrier`, which is the fence of this process, or the fences of all workers or cells together.
+`WeightUpdates` operates on a `Barrier`: the fence of this process, at which calls wait during an update (`fence.py`), or the fences of all
+workers or cells together.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ class WeightUpdates:
         return LoadReply(**msgspec.structs.asdict(fence), replicas=results)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the replicas to load weights into. The order matters: if the first one rejects them, the others do not load them."""
+        """Return the replicas to load weights into. The order matters: if the first one rejects them, the others are not tried."""
         return self._replicas.require("load weights")
 
     def _accepts(self, results: list[ReplicaResult]) -> bool:
@@ -318,7 +319,10 @@ class WeightUpdates:
         return all(result.ok for result in results)
 
     async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
-        """Take failed replicas out of service. This class has none, since its versions become current only if all replicas load them."""
+        """Take replicas that could not load the weights out of service.
+
+        There is nothing to do here: if a replica cannot load the weights, the old version stays current.
+        """
 
     async def describe_fence(self) -> FenceView:
         return await self._barrier.describe()

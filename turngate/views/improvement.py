@@ -13,7 +13,7 @@ import msgspec
 from turngate.types import Json
 
 ENTROPY_VERSIONS = 32  # maximum number of policy versions whose entropy is estimated
-ENTROPY_ROLLOUTS = 4  # rollouts per version that are read for it
+ENTROPY_ROLLOUTS = 4  # rollouts per version that are read for the estimate
 _EXACT_DIGITS = 9  # means that differ only by rounding are equal
 
 
@@ -68,10 +68,10 @@ def _summarize_kinds(before: Iterable[RewardTotal], after: Iterable[RewardTotal]
 def _choose_example(
     before: Iterable[RewardTotal], after: Iterable[RewardTotal], find_rollouts: FindRollouts
 ) -> dict[str, Json] | None:
-    """Return the task whose mean reward rose most, with a rollout from the first policy version at which it was run and one from the last.
+    """Return the task whose mean reward rose most, with one rollout each from the first and the last policy version at which it was run.
 
-    They are the rollouts whose rewards are closest to the means before and after. Ties are resolved in favor of the first task by name
-    and of the oldest rollout. Return None if no mean rose, or if the rollouts were deleted in the meantime.
+    The chosen rollouts are those whose rewards are closest to the means before and after. Ties are resolved in favor of the first task by
+    name and of the oldest rollout. Return None if no mean rose, or if the rollouts were deleted in the meantime.
     """
     early, late = _group(before, lambda total: total.task), _group(after, lambda total: total.task)
     gains = [
@@ -121,7 +121,7 @@ def _count(totals: Iterable[RewardTotal]) -> int:
 
 
 def choose_evenly(versions: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` of the versions, evenly spaced, with the first and the last one."""
+    """Return at most `most` of the versions, evenly spaced, including the first and the last one."""
     if len(versions) <= most:
         return list(versions)
     return [versions[place * (len(versions) - 1) // (most - 1)] for place in range(most)]

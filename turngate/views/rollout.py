@@ -364,7 +364,7 @@ class RolloutView:
             }
 
     def conversations(self, about: Mapping[str, Json]) -> Iterator[Json]:
-        """Yield the conversation of each branch in OpenAI's format. `about` has fields to add to each of them."""
+        """Yield the conversation of each branch in OpenAI's format. `about` has fields to add to each conversation."""
         preambles = self._session_view.preambles
         for branch in self.branches:
             nodes = path_to(self.by_id[branch.branch])

@@ -36,10 +36,10 @@ class SessionDirectory:
     async def list_sessions(
         self, *, status: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[Summary]:
-        """List sessions, newest first. A local store is read in a thread, because finding sessions by status may take long.
+        """List sessions, newest first. A local store is read in a thread, because finding sessions by status can take long.
 
-        A shared store is read on the event loop, because queries have a shorter time limit there: if the database server does not answer,
-        the request fails soon.
+        A shared store is read on the event loop, where queries have a shorter time limit. So if the database server does not answer, the
+        request fails soon.
         """
 
         def read(store: Store) -> tuple[list[SessionRow], dict[int, RecordedOutcome | DamagedOutcome], dict[int, str]]:
@@ -56,7 +56,7 @@ class SessionDirectory:
         ]
 
     def _find_live(self, row: SessionRow) -> Session | None:
-        """Return the session of `row` if it is in memory. By now, a newer session may have the same id; it is not returned."""
+        """Return the session of `row` if it is in memory. A newer session that has reused the id is not returned."""
         live = self._sessions.find_live(row.id)
         return live if live is not None and live.key == row.key else None
 
@@ -87,7 +87,7 @@ class SessionDirectory:
         return self.describe(session)
 
     def describe(self, session: Session, trace: Trace | None = None, *, unreadable: str = "") -> Description:
-        """Describe a session. If its trace is not in memory, pass `trace`. If it cannot be read, pass the reason as `unreadable`."""
+        """Describe a session. If its trace is not in memory, pass `trace`. If the trace cannot be read, pass the reason as `unreadable`."""
         live = self._sessions.find_live(session.id)
         return describe_session(self._store, session, trace, live, unreadable=unreadable)
 
@@ -102,8 +102,8 @@ def describe_session(
 ) -> Description:
     """Describe a session with its counters, roles and forks. If its trace cannot be read, the description says why.
 
-    If the trace is not in memory, pass `trace`. If it cannot be read, pass the reason as `unreadable`. `live` is the session in memory, or
-    None if it is not live.
+    If the trace is not in memory, pass `trace`. If the trace cannot be read, pass the reason as `unreadable`. `live` is the session in
+    memory, or None if the session is not live.
     """
     row = store.find(session.id)
     if row is None:

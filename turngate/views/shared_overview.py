@@ -243,7 +243,7 @@ class SharedOverview:
         }
 
     def choose_entropy_rollouts(self, store: Store, prefix: str) -> list[tuple[int, str, int]]:
-        """Choose rollouts from whose traces the entropy is estimated, as `trends.choose_entropy_rollouts` does."""
+        """Choose the rollouts whose traces are used to estimate the entropy, as `trends.choose_entropy_rollouts` does."""
         self.refresh(store)
         pages = _require_shared(store).rollout_pages
         versions = choose_evenly(pages.list_ended_versions(prefix), ENTROPY_VERSIONS)

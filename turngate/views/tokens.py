@@ -111,7 +111,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
 
 
 def _decode_whole(spelled: bytes) -> str | None:
-    """Decode bytes as UTF-8. Return None if they contain an incomplete character, or are empty, as for an id outside the vocabulary."""
+    """Decode bytes as UTF-8. Return None if they are not valid UTF-8, or if they are empty because the id is outside the vocabulary."""
     try:
         return spelled.decode() or None
     except UnicodeDecodeError:
@@ -119,7 +119,7 @@ def _decode_whole(spelled: bytes) -> str | None:
 
 
 def _incomplete_prefix(spelled: bytes) -> bytes:
-    """Return the bytes if they end inside a character that more bytes may complete. Otherwise, return empty bytes."""
+    """Return the bytes if they end inside a character that more bytes could complete. Otherwise, return empty bytes."""
     try:
         spelled.decode()
     except UnicodeDecodeError as error:

@@ -241,7 +241,7 @@ def _improvement(rows: Sequence[RolloutRow]) -> dict[str, Json] | None:
 
 
 def choose_entropy_rollouts(index: RolloutIndex, store: Store, prefix: str) -> list[tuple[int, str, int]]:
-    """Choose rollouts from whose traces the entropy is estimated. Return the version, id and session key of each.
+    """Choose the rollouts whose traces are used to estimate the entropy. Return the version, id and session key of each.
 
     They are the oldest ended rollouts of each version that `choose_evenly` chooses.
     """

@@ -99,7 +99,7 @@ class Cell:
     def open_shared(self) -> SharedStore:
         """Return the shared store, over connections that are only used to follow the fence, the engines and the keys.
 
-        Leases and shipments have their own connections, so that a long transaction of one does not delay the others.
+        Leases and shipments have their own connections, so that a long transaction on one connection does not delay the others.
         """
         with self._follow_lock:
             if self._followed is None:

@@ -1,7 +1,7 @@
-"""A cell's lease in a file that all its workers map into memory, so that calls can check it without a system call or a message.
+"""A cell's lease in a file that all its workers map into memory, so that they can check the lease without a system call or a message.
 
-The process that renews the lease writes the file, and the workers read it. The front process imports this module, so the module must be
-fast to import.
+The process that renews the lease writes the file, and the workers read it. The front, which is the parent process of the workers, imports
+this module, so the module must be fast to import.
 """
 
 from __future__ import annotations

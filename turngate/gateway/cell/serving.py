@@ -94,9 +94,9 @@ class LeasedFence(Fence):
 
 
 class ServingGuard:
-    """While `run` is running, aborts this worker's calls when the lease lapses, and lets waiting calls through when it is held again.
+    """While `run` runs, aborts this worker's calls when the lease lapses, and lets waiting calls through when the lease is held again.
 
-    Also cancels the sessions of lost ids.
+    Also cancels the sessions of an id that the cell has lost.
     """
 
     def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:

@@ -35,7 +35,7 @@ class ShipmentTarget(Protocol):
     def find_history(self, position: ShippingPosition) -> str:
         """Return the id of the shared store's history, which changes when the store is restored from a backup.
 
-        If the session that the cell shipped last (in `position`) is missing, the store was restored, and gets a new history now.
+        If the last session that the cell shipped (`position`) is missing, the store was restored, and this call gives it a new history.
         """
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
