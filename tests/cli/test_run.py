@@ -154,9 +154,33 @@ def test_only_shell_accepts_a_command(data: Path) -> None:
     )
 
 
-def test_missing_python_is_reported_before_installing(data: Path) -> None:
-    line = run_rejected("run", "--prompt", "x", "--data", data, env={"PATH": "/nowhere", "TURNGATE_CACHE": str(data)})
-    assert line.startswith("mini-swe-agent needs python3.11, which is not installed on this machine; install it")
+PYTHON_AGENT = """
+name = "mine"
+title = "M"
+dialect = "chat"
+command = ["{python}", "{install}"]
+
+[install]
+pip = "no-such-package"
+version = "1"
+python = "VERSION"
+"""
+
+
+def test_missing_python_is_reported_before_installing(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(PYTHON_AGENT.replace("VERSION", "3.99"))
+    line = run_rejected("run", "--agent", file, "--prompt", "x", "--data", data)
+    assert line.startswith("mine needs python3.99, which is not installed on this machine; install it")
+
+
+def test_python_outside_the_path_is_found(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(PYTHON_AGENT.replace("VERSION", "{}.{}".format(*sys.version_info)))
+    env = {"PATH": "/nowhere", "TURNGATE_CACHE": str(data), "PIP_NO_INDEX": "1"}
+    outcome = run_cli("run", "--agent", file, "--prompt", "x", "--data", data, env=env)
+    assert outcome.exit_code == 2 and "no-such-package" in outcome.stderr, outcome.output
+    assert "not installed on this machine" not in outcome.output
 
 
 def test_unknown_agent_suggests_name(data: Path) -> None:

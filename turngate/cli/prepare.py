@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Literal, TypeVar, cast, get_args
 import msgspec
 
 from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.interpreters import find_python
 from turngate.agents.launch import ModelLimits, plan_launch
 from turngate.agents.spec import AgentSpec, find_agent
 from turngate.cli.options import RolloutOptions, RunOptions
@@ -43,16 +43,16 @@ def prepare_agent(
 ) -> PreparedAgent:
     """Find and install an agent, and check that it accepts the options and the instruction.
 
-    If the sandbox uses the programs on this machine, first check that the Python version that the agent needs is on the PATH.
+    If the sandbox uses the programs on this machine, first check that the machine has the Python version that the agent needs.
     """
     found = find_agent(name)
     if found.shadows is not None:
         print(f"agent {found.spec.name}: {found.file} overrides {found.shadows}", file=sys.stderr)
-    python = f"python{found.spec.install.python}" if found.spec.install.python else ""
-    if python and sandbox in IMAGELESS and shutil.which(python) is None:
+    python = found.spec.install.python
+    if python and sandbox in IMAGELESS and find_python(python) is None:
         raise ConfigError(
-            f"{found.spec.name} needs {python}, which is not installed on this machine; install it, choose a different --agent, "
-            f"or use --sandbox docker with an image that contains it, such as python:{found.spec.install.python}",
+            f"{found.spec.name} needs python{python}, which is not installed on this machine; install it, choose a different "
+            f"--agent, or use --sandbox docker with an image that contains it, such as python:{python}",
             param="agent",
         )
     limits = ModelLimits()
