@@ -173,6 +173,7 @@ def test_swe_bench_eval_script() -> None:
         ({"FAIL_TO_PASS": {"a": 1}}, "FAIL_TO_PASS must be a list of test names, not an object"),
         ({"PASS_TO_PASS": ["a", 3]}, "PASS_TO_PASS must contain only test names, but contains a number"),
         ({"PASS_TO_PASS": ["a", None]}, "PASS_TO_PASS must contain only test names, but contains null"),
+        ({"PASS_TO_PASS": ["a", ""]}, "PASS_TO_PASS must contain only test names, but contains an empty string"),
         ({"PASS_TO_PASS": ...}, "PASS_TO_PASS is missing"),
         ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS is empty"),
         ({"base_commit": "main; rm -rf /"}, "base_commit must match .*, but is 'main; rm -rf /'"),

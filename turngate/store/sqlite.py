@@ -53,9 +53,9 @@ class SqliteDatabase:
             except BaseException:
                 self._db.close()
                 raise
-        except (sqlite3.DatabaseError, ConfigError) as error:
+        except BaseException as error:
             self._lock_file.close()
-            if isinstance(error, ConfigError):
+            if not isinstance(error, sqlite3.DatabaseError | OSError):
                 raise
             raise ConfigError(
                 f"data: {self.path} cannot be used ({error}); check the disk and the file's permissions, or restore the file from a backup",
@@ -84,8 +84,12 @@ class SqliteDatabase:
         self.durability = "process"
         try:
             self._db = _connect(path)
-            self._db.execute("PRAGMA query_only=ON")
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            try:
+                self._db.execute("PRAGMA query_only=ON")
+                (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            except BaseException:
+                self._db.close()
+                raise
         except sqlite3.DatabaseError as error:
             raise ConfigError(
                 f"data: {path} cannot be read ({error}); check the disk and the file's permissions, or restore the file from a backup",

@@ -185,9 +185,9 @@ class SweRow:
         if not isinstance(value, list | tuple):
             raise self.error(field, f"must be a list of test names, not {_type_name(value)}")
         if invalid := [item for item in value if not isinstance(item, str) or not item]:
+            found = "an empty string" if invalid[0] == "" else _type_name(invalid[0])
             raise self.error(
-                field,
-                f"must contain only test names, but contains {_type_name(invalid[0])}; each name must be a non-empty string",
+                field, f"must contain only test names, but contains {found}; each name must be a non-empty string"
             )
         return tuple(value)
 
