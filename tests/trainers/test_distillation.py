@@ -117,7 +117,9 @@ def test_invalid_settings(fields: dict[str, float], problem: str) -> None:
 def test_rows_without_scores_are_rejected(folder: Path) -> None:
     model = load(folder)
     settings = GrpoSettings(teacher_kl=1.0, tolerance=1e9)
-    with pytest.raises(MissingTeacherScores, match=r"no row has usable teacher scores .*it is too long") as error:
+    with pytest.raises(
+        MissingTeacherScores, match=r"0 of 1 rows have usable teacher scores; .*it is too long"
+    ) as error:
         Learner(model, settings).gradients([make_row()], version=0)
     assert error.value.param == "teacher_kl"
     measured = Learner(model, settings).gradients([make_row(), make_row([-0.5, -4.0])], version=0)

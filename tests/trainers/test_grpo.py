@@ -496,7 +496,8 @@ async def test_checkpoint_of_other_model_is_rejected(tmp_path: Path, change: dic
     other = model(vocabulary=VOCABULARY, **change)
     before = [parameter.detach().clone() for parameter in other.parameters()]
     with pytest.raises(
-        ConfigError, match=r"model_folder: the shape of the model differs .*--model-folder .*, or choose another --out"
+        ConfigError,
+        match=r"model_folder: the model does not match the checkpoint .*--model-folder .*, or choose another --out",
     ):
         assert found is not None
         found.restore(other, Learner(other, GrpoSettings()).optimizer)

@@ -214,7 +214,7 @@ def test_invalid_reply_leaves_row_unscored(
 
 def test_teacher_that_scores_nothing_fails_the_export(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.change = drop_last
-    with pytest.raises(EngineError, match=r"scored no row \(rows: \d\); most frequent reason: vllm returned"):
+    with pytest.raises(EngineError, match=r"scored none of the \d rows; most frequent reason: vllm returned"):
         recording.export("rows", teacher=config(server))
     assert not (recording.out / "out.jsonl").exists()
 
@@ -224,14 +224,16 @@ def test_teacher_that_scores_nothing_fails_the_export(recording: Recording, serv
 
 def test_other_vocabulary_is_refused_before_the_first_call(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.shift = 1
-    with pytest.raises(VocabularyMismatch, match=r"id \d+ is .* in .*, with which the rollouts .* but .* in teacher;"):
+    with pytest.raises(
+        VocabularyMismatch, match=r"id \d+ is .* in the tokenizer of the rollouts \(.*\), but .* in teacher;"
+    ):
         recording.export("rows", teacher=config(server))
     assert server.scored == []
 
 
 def test_server_without_decoding_needs_a_tokenizer(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.decodes = False
-    with pytest.raises(ConfigError, match="set teacher_tokenizer to its tokenizer folder"):
+    with pytest.raises(ConfigError, match="set teacher_tokenizer to the teacher's tokenizer folder"):
         recording.export("rows", teacher=config(server))
     assert server.scored == []
     rows, _ = recording.export("rows", teacher=config(server, tokenizer=str(tokenizer().folder)))
@@ -286,7 +288,7 @@ def test_unknown_policy_tokenizer_is_an_error(recording: Recording, server: Teac
         ({"url": "http://user:secret@host"}, "TURNGATE_TEACHER_KEY"),
         ({"top_k": -1}, "teacher_top_k must be between 0 and"),
         ({"concurrency": 0}, "teacher_concurrency must be between 1 and"),
-        ({"engine": "local", "url": "", "model": "/nowhere"}, "teacher_model must be a model folder"),
+        ({"engine": "local", "url": "", "model": "/nowhere"}, "teacher_model must be a folder with a config.json"),
         ({"engine": "local"}, "teacher_url does not apply"),
     ],
 )
@@ -300,7 +302,7 @@ def test_formats_without_scores_reject_a_teacher(recording: Recording, server: T
         recording.export("verl", teacher=config(server))
     with pytest.raises(ConfigError, match="--tokenizer applies only with a teacher"):
         recording.export("rows", tokenizer="x")
-    with pytest.raises(ConfigError, match="--side must not be teacher_logprobs"):
+    with pytest.raises(ConfigError, match="--side must not include teacher_logprobs: --teacher adds"):
         recording.export("rows", teacher=config(server), side=("teacher_logprobs",))
 
 

@@ -102,11 +102,11 @@ async def test_data_folder_of_other_run_is_rejected(root: Path) -> None:
         await train(environment, goal(root, 1, "well-0"), root / "out", "")
         with pytest.raises(
             ConfigError,
-            match=r"recorded in this store \(n was 2 and is now 4\); use its settings, or choose another --out",
+            match=r"recorded in this store \(n was 2 and is now 4\); use that run's settings, or choose another --out",
         ):
             await train(environment, goal(root, 1, "well-0", n=4), root / "new", "")
     async with training_environment(root / "empty") as environment:
-        with pytest.raises(ConfigError, match=r"^data: the checkpoint is at step 1, .*; pass the --data with which"):
+        with pytest.raises(ConfigError, match=r"^data: the checkpoint is at step 1, .*; pass the --data of that run"):
             await train(environment, goal(root, 2, "well-0"), root / "out", "")
 
 
@@ -135,7 +135,7 @@ async def test_ungraded_groups_end_run(root: Path) -> None:
     async with training_environment(root / "data") as environment:
         with pytest.raises(
             TurngateError,
-            match=r"stopped after 1 of 2 steps: .* the feed got too few groups for the other steps \(missing groups: 1\)",
+            match=r"stopped after 1 of 2 steps: .* the feed received too few groups for the remaining steps \(missing groups: 1\)",
         ):
             await asyncio.wait_for(
                 train(environment, goal(root, 2, "well-0", "sandbox-0"), root / "out", ""), scaled(60)

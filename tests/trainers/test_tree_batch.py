@@ -272,7 +272,7 @@ def test_batch_has_side_data_of_all_trees() -> None:
     other = ExportedTree("s", 1.0, 1.0, build_tree(add_side_data(forks().rows(), "float32")))
     with pytest.raises(
         ConfigError,
-        match="sums must have the same type and shape in all trees, but has 2 different ones; pack such trees",
+        match="the type and shape of sums must be the same in all trees, but differ between them; pack trees",
     ):
         pack_trees([trees[0], other])
 

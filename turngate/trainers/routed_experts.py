@@ -1,7 +1,7 @@
 """Convert the routed experts of a row to the formats that trainers accept for router replay.
 
 The last token of a row was never an input of the engine. It has no experts and needs none, because nothing is predicted from it. If any
-other token has none, these functions raise `IncompleteExperts`; they never invent experts. Only `to_nemo_rl` does not raise, because
+other token has none, these functions raise `IncompleteExperts` instead of inventing experts. The exception is `to_nemo_rl`, because
 NeMo-RL's format can mark experts as missing.
 
     column = row.side["routed_experts"]                                        # from a feed with side=("routed_experts",)
@@ -37,7 +37,7 @@ def to_verl(column: SideColumn, tokens: int) -> np.ndarray:
     """Return `AgentLoopOutput.routed_experts`: one entry for each token of prompt and response except the last."""
     if not has_all_experts(column, tokens):
         raise IncompleteExperts(
-            f"only the spans {column.spans} of {tokens} tokens have routed experts; a trainer needs those of all tokens but the last"
+            f"only the spans {column.spans} of {tokens} tokens have routed experts, but a trainer needs those of all tokens except the last"
         )
     return _get_array(column.cut(0, tokens - 1))
 
@@ -64,7 +64,7 @@ def to_nemo_rl(column: SideColumn, tokens: int) -> str:
 
 
 def has_all_experts(column: SideColumn, tokens: int) -> bool:
-    """Return whether all of the first `tokens` tokens of a row, except the last, have routed experts."""
+    """Return whether the first `tokens` - 1 tokens of a row all have routed experts."""
     return tokens < 2 or column.cut(0, tokens - 1).spans == ((0, tokens - 1),)
 
 

@@ -36,7 +36,7 @@ def make_block_mask(until: Tensor) -> BlockMask:
     """Return the mask for `flex_attention`. It is computed from the ranges of whole blocks, without a value for each pair of tokens."""
     size = len(until)
     blocks = -(-size // _BLOCK)
-    # Tokens after the last one are attended to by no token.
+    # No token attends to the padding after the last token.
     by_block = F.pad(until, (0, blocks * _BLOCK - size)).view(blocks, _BLOCK)
     query = torch.arange(blocks, device=until.device)[:, None]
     key = torch.arange(blocks, device=until.device)[None, :]

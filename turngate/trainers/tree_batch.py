@@ -3,8 +3,8 @@
     batch = pack_trees(list(read_trees(Path("trees.jsonl"))))                              # of an export
     batch = pack_trees(delivery.trees)                                                     # of a feed opened with form="tree"
     output = flex_attention(q, k, v, block_mask=batch.block_mask(), enable_gqa=True)                            # on a GPU
-    output = scaled_dot_product_attention(q, k, v, attn_mask=batch.dense_mask(), enable_gqa=True)               # everywhere
-    now = log_softmax(scores[batch.previous[batch.trained]], -1)       # of the trained tokens, given the token before each
+    output = scaled_dot_product_attention(q, k, v, attn_mask=batch.dense_mask(), enable_gqa=True)               # on any device
+    now = log_softmax(scores[batch.previous[batch.trained]], -1)       # for each trained token, predicted from the token before it
 
 PyTorch's FlexAttention has no backward pass on CPUs. Functions import torch when they are called.
 """
@@ -41,12 +41,12 @@ class PackedSide(msgspec.Struct, frozen=True, eq=False):
     """Side data of a batch under one name, for the tokens that have a value."""
 
     tokens: Tensor  # indices of these tokens in the batch, in ascending order
-    values: Tensor  # one for each of them; if they are lists, all lists concatenated
-    sizes: Tensor | None = None  # the number of values of each token, if they are lists of different lengths
+    values: Tensor  # one per token; lists of different lengths are concatenated
+    sizes: Tensor | None = None  # the length of each token's list, if the lists have different lengths
 
 
 class TreeBatch(msgspec.Struct, frozen=True, eq=False):
-    """The tokens of one or more trees as one sequence. Each tensor except `row_tokens` and those of `side` has one value per token."""
+    """The tokens of one or more trees as one sequence. Each tensor except `row_tokens` and those in `side` has one value per token."""
 
     ids: Tensor
     positions: Tensor
@@ -54,12 +54,12 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
     previous: Tensor  # index of the token before it in its rows, from which it is predicted; -1: it starts its rows
     trained: Tensor  # bool: the loss mask
     logprobs: Tensor  # as recorded; NaN if there is none
-    advantages: Tensor  # of the rollout that trains it; NaN for tokens that no row trains
-    turn_advantages: Tensor  # of its turn; NaN for tokens without one
+    advantages: Tensor  # of the token's rollout; NaN for untrained tokens
+    turn_advantages: Tensor  # of the token's turn; NaN for tokens without a turn advantage
     turn_rewards: Tensor  # each reward of a turn at the last of its tokens, and 0 elsewhere
-    weights: Tensor  # of the row that trains it, 1/K if the rollout has K rows; NaN for tokens that no row trains
-    rows: Tensor  # index of the row that trains it, in the order of the trees and their rows; -1: none does
-    row_tokens: Tensor  # by row: the number of trained tokens
+    weights: Tensor  # of the row that trains the token, 1/K if the rollout has K rows; NaN for untrained tokens
+    rows: Tensor  # index of the row that trains the token, in the order of the trees and their rows; -1: untrained
+    row_tokens: Tensor  # number of trained tokens in each row
     side: Mapping[str, PackedSide] = {}
 
     @property
@@ -83,7 +83,7 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
 
 
 def read_trees(path: Path) -> Iterator[ExportedTree]:
-    """Read the trees of a file that `turngate export tree` wrote."""
+    """Read trees from a file that `turngate export tree` wrote."""
     if path.suffix == ".parquet":
         if find_spec("pyarrow") is None:
             raise ConfigError(
@@ -105,7 +105,7 @@ def read_trees(path: Path) -> Iterator[ExportedTree]:
 
 
 def pack_trees(trees: Sequence[ExportedTree | DeliveredTree], device: str = "cpu") -> TreeBatch:
-    """Pack trees into one batch. Raise `ConfigError` if a tree has no advantage, or if the side data of trees has different shapes."""
+    """Pack trees into one batch. Raise `ConfigError` if a tree has no advantage, or if side data differs in type or shape between trees."""
     import torch
 
     if not trees:
@@ -149,8 +149,8 @@ def _pack_side(trees: Sequence[PrefixTree], device: str) -> dict[str, PackedSide
         kinds = {(column.values.dtype, column.values.shape[1:]) for _, column in found}
         if len(kinds) > 1:
             raise ConfigError(
-                f"trees: {name} must have the same type and shape in all trees, but has {len(kinds)} different ones; pack such trees "
-                "separately",
+                f"trees: the type and shape of {name} must be the same in all trees, but differ between them; pack trees with different "
+                "types or shapes separately",
                 param="trees",
             )
         tokens = [offset + np.arange(*span) for offset, column in found for span in column.spans]
@@ -197,7 +197,7 @@ class _Columns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             previous=previous,
             trained=tree.mask,
             logprobs=tree.logprobs,
-            # The index -1 is that of the NaN.
+            # Untrained tokens have the index -1, which selects the NaN at the end.
             advantages=np.array([*(row.advantage for row in rows), np.nan])[trained_in],
             turn_advantages=turn_advantages,
             turn_rewards=turn_rewards,
@@ -240,8 +240,8 @@ def find_advantage(exported: ExportedTree) -> float:
     """Return the advantage of a tree's rollout. Raise `ConfigError` if it is unknown."""
     if exported.advantage is None:
         raise ConfigError(
-            f"session {exported.session} has no advantage, because its reward is unknown, or its group has no other reward; export with "
-            "--unscored drop, or with another --advantage",
+            f"session {exported.session} has no advantage, because its reward is unknown, or its group has no other reward to compare it "
+            "with; export with --unscored drop, or with a different --advantage",
             param="advantage",
         )
     return exported.advantage

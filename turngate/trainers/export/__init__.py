@@ -48,7 +48,7 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
 
     out: Path
     replaced: bool  # a file with the same name existed
-    replaced_files: int  # at most one, unless each record is a file
+    replaced_files: int  # at most one, unless each record has its own file
     other_files: int  # existing files of other records, left unchanged
     records: int
     rollouts: int  # rollouts that the filter selected
@@ -65,8 +65,8 @@ def export(
     """Export rollouts to the file `out`, which is written completely or not at all.
 
     For the format `atif`, `out` is a folder if it ends in /, has no suffix, or exists as a folder. Each record then becomes a file in it,
-    and files written before a failure are kept. Raise `ConfigError` if there are no records to write. After each call to the
-    teacher, `watch_teacher` is called, in another thread.
+    and files written before a failure are kept. Raise `ConfigError` if there are no records to write. `watch_teacher` is called
+    in another thread after each call to the teacher.
     """
     format = FORMATS.get(choices.format)
     if format is None:

@@ -46,7 +46,7 @@ class Areal:
         return (
             FILLED_LOGPROBS,
             ROW_WEIGHTS,
-            "policy versions of tokens, if the engine did not report them: all tokens of the turn then have its first version",
+            "policy versions of tokens, if the engine did not report them: all tokens of a turn then have the turn's first version",
         )
 
     def find_scored_session(self, record: Record) -> str:

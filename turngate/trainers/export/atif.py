@@ -39,9 +39,7 @@ class Atif:
         return RecordLayout(what="trajectories", folder="session_id")
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
-        return (
-            "images and other parts that are not text, and all log-probabilities of a turn that lacks some of them",
-        )
+        return ("images and other non-text parts, and all log-probabilities of a turn if some of its tokens lack them",)
 
     def find_scored_session(self, record: Record) -> str:
         return str(record["session_id"])

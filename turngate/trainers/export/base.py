@@ -35,10 +35,10 @@ class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: bool = False  # atif: include the full prompt of every step
     side: tuple[str, ...] = ()  # rows, tree, verl, slime: names of the side data to include
     turn_rewards: bool = False  # rows, tree, verl, slime: include the rewards of turns
-    credit: TurnCredit | None = None  # rows, tree: include the advantages of turns, computed like this
+    credit: TurnCredit | None = None  # rows, tree: how to compute turn advantages; None: leave them out
     teacher: TeacherConfig | None = None  # rows, tree: a model that scores the sampled tokens
-    teacher_cache: Path | None = None  # file for its scores; None: in the data folder
-    tokenizer: str = ""  # with a teacher: the tokenizer of the recorded ids, if it is not on this machine
+    teacher_cache: Path | None = None  # file for the teacher's scores; None: a file in the data folder
+    tokenizer: str = ""  # with a teacher: the tokenizer of the recorded ids, if its folder is not on this machine
 
 
 class Format(Protocol):
@@ -52,14 +52,14 @@ class Format(Protocol):
         """Whether the format needs every rollout of a group, including those that the filter does not select."""
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        """Return the options with defaults filled in. Raise `ConfigError`, which names the flag, if an option does not apply."""
+        """Return the options with defaults filled in. Raise a `ConfigError` that names the flag if an option does not apply."""
 
     def layout(self, choices: ExportChoices) -> RecordLayout: ...
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]: ...
 
     def find_scored_session(self, record: Record) -> str:
-        """Return the session whose log-probabilities a record contains, or an empty string if it contains none."""
+        """Return the id of the session whose log-probabilities are in a record, or an empty string if the record has none."""
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         """List the information that the format cannot represent."""
@@ -101,7 +101,8 @@ def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] =
             )
     if taken := set(choices.side) & set(TEACHER_COLUMNS if choices.teacher is not None else ()):
         raise ConfigError(
-            f"--side must not be {', '.join(sorted(taken))}, which the teacher adds; leave it out", param="side"
+            f"--side must not include {', '.join(sorted(taken))}: --teacher adds this side data; leave it out of --side",
+            param="side",
         )
     if choices.form and choices.form not in forms:
         raise ConfigError(

@@ -54,7 +54,7 @@ class OutputFile(ABC):
 def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Iterator[OutputFile]:
     """Open `out` for writing.
 
-    A file appears under its name only if the `with` block succeeds. `folder` means that the user asked for a folder.
+    A file gets its final name only if the `with` block succeeds. `folder` means that the user asked for a folder.
     """
     if folder and not layout.folder:
         raise ConfigError(

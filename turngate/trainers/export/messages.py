@@ -36,7 +36,7 @@ def read_conversation(rollout: RecordedRollout, row: Sample) -> list[BranchMessa
 
 
 def read_tools(rollout: RecordedRollout, row: Sample) -> list[Json]:
-    """Return the tools that were offered in the last turn of a row's branch. They are in OpenAI's format."""
+    """Return the tools offered in the last turn of a row's branch, in OpenAI's format."""
     context = rollout.turn(row.branch).parent
     return [tool.wire for tool in decode_stored_tools(context.info.dialect, rollout.tools(context))]
 

@@ -51,7 +51,7 @@ _COLUMNS = {
     "closed": "number",
 }
 _ROW_COLUMNS = frozenset({"branch", "ids", "mask", "logprobs", "version_start", "version_end", "spans"})
-# The columns of the whole rollout. They are the same in all of its rows.
+# Columns with the same value in all rows of a rollout.
 ROLLOUT_COLUMNS = {name: kind for name, kind in _COLUMNS.items() if name not in _ROW_COLUMNS}
 
 
@@ -94,7 +94,7 @@ def list_side_columns(choices: ExportChoices) -> dict[str, str]:
 def compute_group_advantages(
     group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions
 ) -> Iterator[tuple[RecordedRollout, float | None]]:
-    """Yield each selected rollout with its advantage. Count those without rows or with too large a reward in `exclusions` instead."""
+    """Yield each selected rollout with its advantage. Count rollouts without rows or with too large a reward in `exclusions` instead."""
     rollouts = [*group.selected, *group.others]
     # As in a feed, the baseline ignores rollouts with nothing to train on.
     rewards = [rollout.reward if rollout.rows else None for rollout in rollouts]
@@ -127,7 +127,7 @@ def describe_training(rollout: RecordedRollout, advantage: float | None) -> dict
 
 
 def describe_row(rollout: Mapping[str, Json], row: Sample) -> dict[str, Json]:
-    """Return the record of a row without its side data. `rollout` has the fields of the rollout."""
+    """Return the record of a row without its side data. `rollout` contains the rollout's fields."""
     fields = {
         **rollout,
         "branch": row.branch,

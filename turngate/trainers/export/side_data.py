@@ -40,11 +40,11 @@ def encode_columns(side: Mapping[str, SideColumn], names: Sequence[str], exclusi
 def count_missing(side: Mapping[str, SideColumn], names: Sequence[str], exclusions: Exclusions) -> None:
     for name in names:
         if name not in side:
-            exclusions.add(f"the {name} of a row, which were not recorded")
+            exclusions.add(f"the {name} of a row: not recorded")
 
 
 def check_recorded(names: Sequence[str], table: SideDataTable) -> None:
-    """Raise `ConfigError` if a name is neither side data that Turngate records nor side data in the store."""
+    """Raise `ConfigError` for a name that is not in `_NAMES` and has no side data in the store."""
     if set(names) <= set(_NAMES):
         return
     known = sorted({*_NAMES, *table.list_names()})
@@ -64,10 +64,10 @@ def encode_column(column: SideColumn) -> Json:
 
 
 def check_experts(choices: ExportChoices) -> ExportChoices:
-    """Raise `ConfigError` if side data other than routed experts is requested, because the format has no field for it."""
+    """Raise `ConfigError` if side data other than routed experts is requested. The format has no field for other side data."""
     if set(choices.side) - {ROUTED_EXPERTS}:
         raise ConfigError(
-            f"--side must be only {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}",
+            f"--side must name only {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}",
             param="side",
         )
     return choices
@@ -76,7 +76,7 @@ def check_experts(choices: ExportChoices) -> ExportChoices:
 def encode_experts(
     row: Sample, tokens: int, names: Sequence[str], exclusions: Exclusions, field: str = ROUTED_EXPERTS
 ) -> dict[str, Json] | None:
-    """Encode the routed experts of the first `tokens` tokens of a row. Leave out the last of these tokens: trainers do not need it.
+    """Encode the routed experts of the first `tokens` tokens of a row. Leave out the last of them: trainers do not need its experts.
 
     Return an empty dictionary if `names` is empty. Return None if experts are missing, because the row must then be left out.
     """
@@ -116,7 +116,7 @@ def _decode_column(name: str, column: ExportedColumn) -> SideColumn:
         values = None
     if values is None or len(values) != sum(end - start for start, end in column.spans):
         raise ConfigError(
-            f"side.{name}.data does not match its dtype, shape and spans (length in bytes: {len(column.data)})",
+            f"side.{name}.data has {len(column.data)} bytes, which does not match the dtype, shape and spans of side.{name}",
             param="side",
         )
     return SideColumn(column.spans, values)

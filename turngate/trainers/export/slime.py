@@ -75,8 +75,8 @@ class Slime:
                 )
                 yield {
                     **experts,
-                    # Both numbers derive from session keys, so they are stable across exports. `group_index` is the same for all rows
-                    # of a group, and `index` is unique per row.
+                    # Both numbers derive from session keys, so they do not change if the export is repeated. `group_index` is the same for
+                    # all rows of a group, and `index` is unique per row.
                     "group_index": group.selected[0].row.key,
                     "index": rollout.row.key * _NODES + row.branch,
                     "prompt": "",

@@ -29,7 +29,7 @@ class ScoredRow(NamedTuple):
 def open_scores(data: Path | str, choices: ExportChoices, watch: Watch) -> Iterator[Teacher | None]:
     """Have the teacher score all rows that the export selects, then yield the teacher. Yield None if the export has no teacher.
 
-    Scores that are cached are not computed again. Raise an error if the teacher fails or scores no row.
+    Scores that are cached are not computed again. Raise an error if the teacher fails or scores none of the rows.
     """
     if choices.teacher is None:
         yield None
@@ -56,7 +56,7 @@ def _require_scores(summary: TeacherSummary) -> None:
     if summary.unscored and not summary.scored_rows:
         [(reason, _)] = summary.unscored.most_common(1)
         raise EngineError(
-            f"no file was written, because the teacher scored no row (rows: {summary.unscored.total()}); most frequent reason: {reason}"
+            f"no file was written, because the teacher scored none of the {summary.unscored.total()} rows; most frequent reason: {reason}"
         )
 
 
@@ -82,14 +82,14 @@ class _PolicyTokenizers:
         if known is not None and known.digest == vocabulary:
             return known
         if known is not None:
-            problem = f"the tokenizer in {known.folder} has a different one"
+            problem = f"the tokenizer in {known.folder} has a different vocabulary"
         elif folder is not None:
-            problem = f"the folder of its tokenizer, {folder}, contains no tokenizer.json on this machine"
+            problem = f"its tokenizer folder, {folder}, contains no tokenizer.json on this machine"
         else:
-            problem = "the folder of its tokenizer is not recorded"
+            problem = "its tokenizer folder is not recorded"
         raise ConfigError(
             f"tokenizer: the rollouts were recorded with the vocabulary {vocabulary}, but {problem}; "
-            "pass the folder of the tokenizer that has this vocabulary as --tokenizer",
+            "pass --tokenizer with the folder of the tokenizer that has this vocabulary",
             param="tokenizer",
         )
 

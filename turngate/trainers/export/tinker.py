@@ -3,7 +3,7 @@
     Datum(model_input=ModelInput.from_ints(record["model_input"]), loss_fn_inputs=record["loss_fn_inputs"])
 
 The inputs are all tokens except the last, and the targets all tokens except the first. A target that is not trained has the
-advantage 0; `mask` tells it from a trained target whose advantage is 0.
+advantage 0; `mask` distinguishes such a target from a trained one whose advantage is 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `tree` format: the rows of a rollout as one tree, in which each prefix that they share is stored once.
+"""The `tree` format: the rows of a rollout as one tree, in which each shared prefix is stored once.
 
 `decode_tree` reads a record, and `rebuild_rows` converts it to the records that `turngate export rows` writes.
 """
@@ -138,8 +138,8 @@ class _TreeRecord(msgspec.Struct, frozen=True):
 
 
 def decode_tree(record: Record) -> ExportedTree:
-    """Decode a record of a JSON Lines or Parquet file. Raise `ConfigError`, which names the field, if it is not a valid tree."""
-    # A Parquet file has these as text.
+    """Decode a record from a JSON Lines or Parquet file. Raise a `ConfigError` that names the field if the record is not a valid tree."""
+    # In a Parquet file, these fields are text.
     names = ("segments", "rows", *_TURN_COLUMNS)
     nested = {name: _parse(name, record[name]) for name in names if isinstance(record.get(name), str)}
     try:
@@ -221,7 +221,7 @@ def _rebuild_turn_values(record: Record, exported: ExportedTree, number: int, ro
 
 
 def _rebuild_extras(record: Record, row: Sample) -> dict[str, Json]:
-    """Return the fields that a row has only if they were requested: its side data and its teacher."""
+    """Return the fields `side` and `teacher` of a row, which are present only if they were requested."""
     extras: dict[str, Json] = {}
     if "side" in record:
         extras["side"] = {name: encode_column(column) for name, column in row.side.items()}

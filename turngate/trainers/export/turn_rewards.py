@@ -1,4 +1,4 @@
-"""The rewards and advantages of turns in exported records. Both are null if no rewards of turns were given for a rollout."""
+"""Turn rewards and turn advantages in exported records. Both are null if a rollout was given no turn rewards."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def count_missing_rewards(
 
 
 def credit_group(group: RecordedGroup, choices: ExportChoices) -> dict[str, TurnAdvantages]:
-    """Compute the advantages of the turns of all rollouts of a group, by session, if they are requested."""
+    """Compute the turn advantages of all rollouts in a group, by session, if they are requested."""
     if not choices.credit:
         return {}
     rollouts = [*group.selected, *group.others]

@@ -1,10 +1,10 @@
 """The reference trainer (extra `local`), which trains the in-process engine's model with GRPO on the groups of a feed.
 
     loss           importance ratios, clipping, weights
-    distillation   advantages of tokens from the scores of a teacher
-    packing        rows in one sequence, with shared prefixes once
+    distillation   per-token advantages from a teacher's scores
+    packing        rows in one sequence, with each shared prefix only once
     sampling       the distribution that each token was sampled from: temperatures and sampling masks
-    grpo           one update: check the recorded log-probabilities, compute gradients, update the weights inside the fence
+    grpo           one update: check the recorded log-probabilities, compute gradients, update the weights while calls wait at the fence
     checkpoint     weights, optimizer state, and the number of the last trained delivery
     training       the whole loop: gateway, engine, agents and trainer in one process
     cluster        the same loop with agents on a Ray cluster

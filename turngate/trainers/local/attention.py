@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from turngate.engines.local.model import Attend
 from turngate.trainers.tree_attention import make_block_mask, make_dense_mask
 
-# PyTorch 2.11 and later: with a mask, and half a tile more tokens than whole tiles, cuDNN's attention on Hopper GPUs can return gradients
-# that are NaN (https://github.com/pytorch/pytorch/issues/196678). It did with Qwen2.5 in bfloat16.
+# PyTorch 2.11 and later: cuDNN's attention with a mask can return NaN gradients on Hopper GPUs if the number of tokens is half a tile more
+# than a multiple of the tile size (https://github.com/pytorch/pytorch/issues/196678). Observed with Qwen2.5 in bfloat16.
 _CUDNN_TILE = 128
 
 

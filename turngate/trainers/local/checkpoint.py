@@ -40,7 +40,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     state: TrainerState
 
     def restore(self, model: Model, optimizer: torch.optim.Optimizer) -> float:
-        """Load the weights into `model` and the optimizer state into `optimizer`. Return the learning rate of the checkpoint.
+        """Load the weights into `model` and the optimizer state into `optimizer`. Return the checkpoint's learning rate.
 
         The optimizer keeps its own settings, such as its learning rate, even if the checkpoint contains different ones.
         """
@@ -67,7 +67,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         for name in {**own, **saved}:
             if own.get(name) != saved.get(name):
                 raise ConfigError(
-                    f"model_folder: the shape of the model differs from the checkpoint in {self.folder} "
+                    f"model_folder: the model does not match the checkpoint in {self.folder} "
                     f"({name} is {own.get(name, 'missing')}, but {saved.get(name, 'missing')} in the checkpoint); "
                     "use the --model-folder that the run started with, or choose another --out folder",
                     param="model_folder",

@@ -3,8 +3,9 @@
     cells (agents → gateway) ──HTTP──► engine server ─► engine ◄─ trainer
        └────────► shared store ─► gateway of this process ─► feed ──┘
 
-A weight update closes the fence of the shared store in mode `drain`: it waits until the calls in flight have ended in every cell that may
-still be serving. Each call is therefore sampled with the weights of a single version, whichever machine it comes from.
+During a weight update, new calls wait at the fence of the shared store. The update uses the mode `drain`: it first waits until the calls in
+flight have ended in every cell that may still be serving. Each call is therefore sampled with the weights of a single version, whichever
+machine it comes from.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from turngate.trainers.local.engine_server import EngineServer
 from turngate.trainers.local.training import TimedEngine, TrainingEnvironment
 
 KEY_VARIABLE = "TURNGATE_TRAINING_ENGINE_KEY"  # in the environment of the cells
-NAME_FILE = "cluster-name"  # in the folder of the run
+NAME_FILE = "cluster-name"  # in the run folder
 _SILENCE_S = 3600.0  # a call may wait a long time for a free slot in a small engine
 
 
@@ -63,7 +64,7 @@ async def open_cluster_environment(
                 address=cluster.address, labels=cluster.labels, config=cells, environment={KEY_VARIABLE: key}
             )
             choice.check()
-            # The gateway of this process samples nothing. Its pool has only the engines of the shared store's list.
+            # This process's gateway samples nothing. Its pool contains only the engines that the shared store lists.
             own = msgspec.structs.replace(config, engine="sglang", model_folder="")
             async with (
                 open_shared_gateway(own) as gateway,

@@ -1,4 +1,4 @@
-"""On-policy distillation: advantages of individual tokens from the scores of a teacher (`turngate.trainers.teacher`).
+"""On-policy distillation: per-token advantages from a teacher's scores (`turngate.trainers.teacher`).
 
 For a sampled token, the recorded log-probability minus the teacher's is an unbiased estimate of the reverse KL divergence of the policy
 from the teacher in this context. Its negative, relative to the mean of the update, is added to the advantage of the token. With a small
@@ -28,7 +28,7 @@ def read_scores(row: Row) -> np.ndarray | str:
 
 
 def split_scored(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Return the rows with usable scores, and why each other row has none."""
+    """Return the rows with usable scores, and the reasons why the remaining rows have none."""
     scored, unscored = [], []
     for row in rows:
         found = read_scores(row)
@@ -42,7 +42,7 @@ def split_scored(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 def compute_teacher_advantages(rows: Sequence[Row], mean_kl: float) -> np.ndarray:
     """Return `mean_kl` minus the reverse KL divergence of each trained token, concatenated over all rows with scores.
 
-    `mean_kl` is the mean divergence over all rows of the update. Subtracting from it lowers the variance of the gradient, and hardly
+    `mean_kl` is the mean divergence over all rows of the update. As a baseline, it lowers the variance of the gradient, and hardly
     changes the expected gradient, because a single token contributes little to the mean.
     """
     return np.float32(mean_kl) - np.concatenate([compute_reverse_kl(row) for row in rows])

@@ -4,7 +4,7 @@
         ServeConfig(engine="sglang", engine_url=[server.url], …)      # the settings of a cell
 
 Cells use their SGLang client (`engines/sglang.py`). Only the requests that this client needs for sampling are served. The trainer updates
-the weights itself, inside the fence of the shared store.
+the weights itself, while calls wait at the fence of the shared store.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
                 web.get("/v1/loads", self._show_load),
             ]
         )
-        # If a cell closes its connection, its call and the generation are cancelled.
+        # If a cell closes a connection, the call on that connection and its generation are cancelled.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S, handler_cancellation=True)
         await self._runner.setup()
         try:

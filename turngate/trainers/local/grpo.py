@@ -1,7 +1,7 @@
 """Train the in-process engine's model with GRPO on the groups of a feed. A small reference for trainer authors.
 
     deliveries of the feed → rows → recompute log-probabilities and compare them with the recorded ones → loss (`loss.py`) → gradients
-    → pause at the fence → one optimizer step → resume at version n + 1 → checkpoint → commit
+    → make new calls wait at the gateway's fence → one optimizer step → resume at version n + 1 → checkpoint → commit
 
 `Learner` does the computation and does not depend on a gateway. `Trainer` is the loop around it. It needs a gateway, the gateway's
 `LocalEngine`, and a feed.
@@ -72,15 +72,15 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     clip_high: float = 0.28  # ratios above 1 + clip_high are clipped if the advantage is positive
     largest_gradient: float = 1.0  # gradients are scaled down to this norm
     normalise: Normalise = "token"
-    # rollout: every token has the advantage of its rollout; turn: that of its turn, which the feed must deliver (`FeedConfig.credit`)
+    # rollout: every token has its rollout's advantage; turn: its turn's advantage, which the feed must deliver (`FeedConfig.credit`)
     advantages: Literal["rollout", "turn"] = "rollout"
     temperature: float | None = None  # of the policy; None: the temperature at which each turn was sampled
     batch_tokens: int = 2048  # per forward pass, counting a shared prefix once
-    prefix_tree: bool = False  # also compute prefixes once that only some rows of a forward pass share
+    prefix_tree: bool = False  # also compute a prefix only once if just some rows of a forward pass share it
     flex_attention: bool = False  # use PyTorch's FlexAttention, which needs a CUDA device, instead of a dense mask
-    bfloat16: bool = False  # run the layers in bfloat16; the weights, the scores and the loss stay as they are
-    tolerance: float = 0.05  # rows whose recomputed log-probabilities differ by more are rejected
-    # Weights in the advantage of each token: of the rollout's or turn's, and of the reverse KL divergence from the feed's teacher.
+    bfloat16: bool = False  # run the layers in bfloat16; the weights, the scores and the loss keep their precision
+    tolerance: float = 0.05  # rows of the current version whose log-probabilities differ by more are rejected
+    # Weights of the two parts of a token's advantage: the rollout's or turn's advantage, and the reverse KL divergence from the teacher.
     reward_weight: float = 1.0  # 0: train only on the teacher's scores
     teacher_kl: float = 0.0
 
@@ -131,7 +131,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     entropy: float  # of the policy at the sampled tokens, in nats
     divergence: float  # from the sampling policy, per token
-    clipped: float  # share of tokens
+    clipped: float  # share of tokens with a clipped ratio
     compared: int  # rows sampled with exactly these weights
     # Mean and largest absolute difference between recomputed and recorded log-probabilities. None if no rows were compared.
     difference: float | None
@@ -211,18 +211,18 @@ class Learner:
         return measured
 
     def _select_sampled(self, rows: Sequence[Row], totals: _UpdateTotals) -> list[Row]:
-        """Return the rows whose log-probabilities the model can compute. The others would make the gradients of all rows non-finite."""
+        """Return the rows whose log-probabilities the model can compute. Any other row would make the gradients of all rows non-finite."""
         obstacles = [find_obstacle(row, self.settings.temperature, self.model.shape.vocabulary) for row in rows]
         totals.refused += [f"branch {row.branch}: {why}" for row, why in zip(rows, obstacles, strict=True) if why]
         return [row for row, why in zip(rows, obstacles, strict=True) if not why]
 
     def _select_scored(self, rows: Sequence[Row], totals: _UpdateTotals) -> Sequence[Row]:
-        """Return the rows that can be trained on. With `teacher_kl`, reject those without usable teacher scores."""
+        """Return the rows that can be trained on. With `teacher_kl`, reject rows without usable teacher scores."""
         if not self.settings.teacher_kl or not rows:
             return rows
         scored, unscored = split_scored(rows)
         if not scored:
-            problem = f"no row has usable teacher scores (rows: {len(rows)}); first row: {unscored[0]}"
+            problem = f"0 of {len(rows)} rows have usable teacher scores; first row: {unscored[0]}"
             raise MissingTeacherScores(f"teacher_kl is set, but {problem}", param="teacher_kl")
         totals.refused += unscored
         totals.mean_kl = compute_mean_kl(scored)
@@ -239,7 +239,7 @@ class Learner:
             set_rate(self.optimizer, rate * begun / self.settings.warm_up)
         self.optimizer.step()
         if warms_up:
-            set_rate(self.optimizer, rate)  # that of the settings, for checkpoints
+            set_rate(self.optimizer, rate)  # checkpoints contain the rate of the settings
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
@@ -257,7 +257,7 @@ class Learner:
         likely = torch.log_softmax(scores, dim=-1)
         drawn = torch.from_numpy(np.concatenate([row.ids[row.mask] for row in rows]).astype(np.int64)).to(device)
         with torch.no_grad():
-            # 0 for masked ids, whose log-probability is infinite
+            # 0 for masked ids, whose log-probability is -inf
             entropy = torch.special.entr(likely.exp()).sum(dim=-1)
         return likely.gather(-1, drawn[:, None])[:, 0], entropy
 
@@ -294,7 +294,7 @@ class Learner:
             own, same = differences[place == n], is_of_version(row, version)
             if same:
                 totals.compared.append(own)
-            if not own.max() <= (settings.tolerance if same else _MAX_DRIFT):  # also if it is NaN
+            if not own.max() <= (settings.tolerance if same else _MAX_DRIFT):  # true for NaN as well
                 kept[n] = False
                 why = _describe_mismatch(row, own)
                 if same:
@@ -377,7 +377,7 @@ class _UpdateTotals:
 
 
 def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Return the rows in which a turn has an advantage, with the turns that have none masked out, and why each other row is left out."""
+    """Return the rows that have turn advantages, with all other turns masked out, and why each remaining row is left out."""
     selected, refused = [], []
     for row in rows:
         mask = row.mask & np.isfinite(row.token_advantages())
@@ -536,7 +536,7 @@ class Trainer:
     async def _compute_gradients(
         self, rows: Sequence[Row], deliveries: Sequence[Delivery], feed: Feed
     ) -> tuple[UpdateMetrics, tuple[MismatchAlarm, ...]]:
-        """Compute gradients, and report how recomputed and recorded log-probabilities differ. Return the metrics, and alarms.
+        """Compute gradients, and report how recomputed and recorded log-probabilities differ. Return the metrics and the alarms.
 
         If this fails, the fence is still open, so no call is waiting, and nothing was committed.
         """

@@ -1,4 +1,4 @@
-"""Pack rows into one sequence, in which prefixes that they share occur once."""
+"""Pack rows into one sequence, in which shared prefixes occur once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _find_layout(rows: Sequence[Row]) -> PrefixLayout:
     paths = [row.path for row in rows if row.path is not None]
     if len(paths) == len(rows):
         return lay_out_paths(paths)
-    # Equal ids suffice here, even of different turns: the recorded log-probabilities are taken from the rows.
+    # Equal ids suffice here, even in different turns: the recorded log-probabilities are taken from the rows.
     return find_shared_prefixes([[row.ids] for row in rows])
 
 
@@ -76,7 +76,7 @@ def count_packed_tokens(rows: Sequence[Row], *, tree: bool = False) -> int:
 
 
 def split_batches(rows: Sequence[Row], tokens: int, *, tree: bool = False) -> Iterator[list[Row]]:
-    """Split rows into batches of at most `tokens` packed tokens. A row that is longer than that gets its own batch."""
+    """Split rows into batches of at most `tokens` packed tokens. A longer row gets its own batch."""
     batch: list[Row] = []
     for row in rows:
         more = [*batch, row]

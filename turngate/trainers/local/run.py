@@ -136,7 +136,7 @@ def open_run(
         mismatch_share=run.limits.share,
         mismatch_kl=run.limits.kl,
         stale_kl=run.limits.stale_kl,
-        sampling_masks=True,  # of calls with top-p, top-k or min-p, which can then be trained
+        sampling_masks=True,  # so that turns with top-p, top-k or min-p can be trained
     ).check()
     engine = TimedEngine(run.model_folder, max_context=run.max_context, served=run.goal.batch.model)
     return open_environment(config, engine) if cluster is None else open_cluster_environment(config, engine, cluster)

@@ -41,7 +41,7 @@ def find_obstacle(row: Row, temperature: float | None, vocabulary: int) -> str:
     if temperature is None and not list_temperatures(row).all():
         return "trained tokens were sampled greedily, so their probability does not depend on the weights"
     if (_list_kept([row])[1] >= vocabulary).any():
-        return f"its sampling masks have ids that are not in the model's vocabulary of {vocabulary} tokens"
+        return f"its sampling masks contain ids outside the model's vocabulary of {vocabulary} tokens"
     return ""
 
 

@@ -48,10 +48,10 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
     batch: BatchPlan  # tasks, agent, n; `rounds` is computed from the steps
     steps: int
     settings: GrpoSettings = GrpoSettings()
-    # None: groups of `batch.n` rollouts, with normalized advantages. If `feed.groups` is empty, the feed accepts the groups of the batch.
+    # None: groups of `batch.n` rollouts, with normalized advantages. If `feed.groups` is empty, the feed accepts the batch's groups.
     feed: FeedConfig | None = None
     feed_name: str = FEED
-    ahead: int | None = None  # groups that agents may be ahead of the trainer; None: as many as in an update
+    ahead: int | None = None  # how many groups the agents may be ahead of the trainer; None: the groups of one update
     every: int = 1  # steps between checkpoints
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("n must be at least 2, because advantages compare the rollouts of a group", param="n")
         if self.settings.advantages == "turn" and not self.feed_config().credit:
             raise ConfigError(
-                "'advantages' is 'turn', but the feed does not deliver advantages of turns; set FeedConfig(credit=TurnCredit())",
+                "'advantages' is 'turn', but the feed does not deliver turn advantages; set FeedConfig(credit=TurnCredit())",
                 param="advantages",
             )
         if self.settings.teacher_kl:
@@ -183,7 +183,7 @@ async def evaluate(
 ) -> BatchResult:
     """Run the rollouts of a plan without training on them.
 
-    The plan must not have the name of the training plan, so that the feed ignores its groups.
+    The plan's name must differ from the training plan's name; otherwise the feed would accept the groups of this plan.
     """
     result = await environment.run_batch(plan, watch)
     if result.stopped:
@@ -261,7 +261,7 @@ async def _open_feed(
     except OtherFeed:
         raise ConfigError(
             f"data: the checkpoint is at step {state.step}, but its run is not recorded in this store; "
-            "pass the --data with which it was recorded, or choose another --out folder",
+            "pass the --data of that run, or choose another --out folder",
             param="data",
         ) from None
     except RequestRejected as error:
@@ -271,7 +271,7 @@ async def _open_feed(
         new = msgspec.structs.asdict(config)
         changes = "; ".join(f"{name} was {old[name]} and is now {new[name]}" for name in new if old[name] != new[name])
         raise ConfigError(
-            f"data: a training run with different settings is recorded in this store ({changes}); use its settings, "
+            f"data: a training run with different settings is recorded in this store ({changes}); use that run's settings, "
             "or choose another --out folder (and --data)",
             param="data",
         ) from None
@@ -304,7 +304,7 @@ async def _wait_for_groups(
 ) -> None:
     """After all agents have ended, check that the feed has enough groups for the remaining steps.
 
-    If it does not, wait until the trainer has used the groups that exist, and raise an error.
+    If it does not, wait until the trainer has used the existing groups, then raise an error.
     """
     newest = (await gateway.show_feed(goal.feed_name)).newest
     per_step = goal.settings.groups
@@ -312,8 +312,8 @@ async def _wait_for_groups(
     while missing > 0 and not training.done():
         if newest - trainer.state.number < per_step:  # not enough groups for another step
             raise TurngateError(
-                f"training stopped after {trainer.state.step} of {goal.steps} steps: all agents have ended, but the feed got too few "
-                f"groups for the other steps (missing groups: {missing}); see the outcomes in the folder of the run"
+                f"training stopped after {trainer.state.step} of {goal.steps} steps: all agents have ended, but the feed received too "
+                f"few groups for the remaining steps (missing groups: {missing}); see the outcomes in the run folder"
             )
         await asyncio.wait({training}, timeout=_POLL_S)
 

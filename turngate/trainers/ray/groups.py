@@ -21,8 +21,8 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.errors import ConfigError
 
-_WAIT_S = 30.0  # how long one call of the actor waits for a group
-_MAX_CALLS = 10_000  # concurrent calls of the actor; Ray's default is 1,000
+_WAIT_S = 30.0  # how long one call to the actor waits for a group
+_MAX_CALLS = 10_000  # concurrent calls to the actor; Ray's default is 1,000
 
 
 class FeedActor:

@@ -29,10 +29,10 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: TeacherEngine
     url: str = ""  # of a vLLM or SGLang server
     model: str = ""  # name of the model on the server (empty: the one that it serves), or a model folder for `local`
-    version: str = ""  # names the weights; scores of another version are not reused. Empty for `local`: derived from the folder's files
-    top_k: int = 0  # also score this many most likely tokens at each place
+    version: str = ""  # names the weights; scores of other versions are not reused. Empty for `local`: derived from the folder's files
+    top_k: int = 0  # number of most likely tokens to score at each position
     tokenizer: str = ""  # the teacher's tokenizer folder, for servers that cannot decode ids
-    concurrency: int = 8  # calls at a time
+    concurrency: int = 8  # maximum number of concurrent calls
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(TeacherEngine):
@@ -53,7 +53,7 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("teacher_url does not apply to a local teacher; leave it out", param="teacher_url")
             if not Path(self.model, "config.json").is_file():
                 raise ConfigError(
-                    f"teacher_model must be a model folder for a local teacher, not {self.model!r}",
+                    f"teacher_model must be a folder with a config.json if the teacher is local, not {self.model!r}",
                     param="teacher_model",
                 )
         else:
@@ -73,13 +73,13 @@ def _check_url(url: str) -> None:
 
 def _read_teacher_key() -> str:
     key = read_key(TEACHER_KEY)
-    if not (key.isascii() and key.isprintable()):  # the error of the HTTP client would contain the key
+    if not (key.isascii() and key.isprintable()):  # the HTTP client's error would contain the key
         raise ConfigError(f"{TEACHER_KEY} must be printable ASCII; set it to the teacher's API key", param=TEACHER_KEY)
     return key
 
 
 def open_engine(config: TeacherConfig) -> ScoringEngine:
-    """Connect to the teacher, or load it."""
+    """Connect to the teacher's server, or load a local teacher."""
     match config.engine:
         case "vllm":
             return VLLMScoring("vllm", config.url, config.model, key=_read_teacher_key())

@@ -2,7 +2,7 @@
 
 with FeedTeacher(TeacherConfig(engine="vllm", url=…, model=…), policy_tokenizer=folder) as teacher:
     async with await Feed.open(gateway, "math", FeedConfig(n=8), teacher=teacher) as feed:
-        …                                       # row.side["teacher_logprobs"], or row.unscored says why there are none
+        …                                       # row.side["teacher_logprobs"], or row.unscored: why there are none
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from turngate.trainers.teacher.scoring import Teacher, TeacherSummary
 class FeedTeacher:
     """Adds a teacher's scores to deliveries. Scores are computed in threads, never on the event loop.
 
-    `policy_tokenizer` is the tokenizer folder of the policy. `cache` is a file for scores, such as `teacher-scores.db` in the data folder,
-    which `turngate export` uses. If it is None, scores are forgotten after each delivery.
+    `policy_tokenizer` is the policy's tokenizer folder. `cache` is a file for scores, such as `teacher-scores.db` in the data folder,
+    which `turngate export` uses. If `cache` is None, scores are forgotten after each delivery.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FeedTeacher:
         self._policy = Tokenizer(Path(policy_tokenizer))
         self._keeps = cache is not None
         self._thread = ThreadPoolExecutor(1, "turngate-feed-teacher")
-        self._pending: tuple[Delivery, Future[Delivery]] | None = None  # also after its call of `score` was cancelled
+        self._pending: tuple[Delivery, Future[Delivery]] | None = None  # kept if the call of `score` is cancelled
 
     def __enter__(self) -> Self:
         return self

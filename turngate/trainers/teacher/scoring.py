@@ -59,13 +59,13 @@ class TeacherSummary(msgspec.Struct):
     top_k: int
     calls: int = 0  # successful calls
     turns: int = 0  # turns scored in these calls
-    cached: int = 0  # turns whose scores were already cached, or in another call
+    cached: int = 0  # turns that were already cached or being scored by another call
     scored_rows: int = 0
     unscored: Counter[str] = msgspec.field(default_factory=Counter)  # rows without scores, by reason
 
 
 class _TeacherCall(msgspec.Struct, frozen=True):
-    """One call: the turns of a row that need scores, and the ids of the row up to the end of the last of these turns."""
+    """One call: the turns of a row that need scores, and the row's ids up to the end of the last such turn."""
 
     session: str
     ids: Ids
@@ -77,7 +77,7 @@ class Teacher:
     """Scores rows. `submit` starts the calls for the rows of a rollout, `wait` waits for all calls, and `columns` returns the scores.
 
     If the teacher cannot be reached, `submit` and `wait` raise `TeacherUnavailable`. If it rejects a call, or its
-    reply is invalid, only the rows with the turns of that call have no scores.
+    reply is invalid, only the rows that contain turns of that call have no scores.
     """
 
     def __init__(
@@ -117,13 +117,12 @@ class Teacher:
         self._cache.close()
 
     def has_vocabulary(self, digest: str) -> bool:
-        """Return whether the teacher's tokenizer file is known to be the one with this digest."""
+        """Return whether the teacher's tokenizer file is known to have this digest."""
         return self._vocabulary.is_same(digest)
 
     def submit(self, session: str, rows: Sequence[RowToScore], policy: Tokenizer | None) -> None:
-        """Start scoring the rows of a rollout. `policy` is their tokenizer, or None if the teacher is known to have the same one.
-
-        Block while many calls are running.
+        """Start scoring the rows of a rollout. `policy` is their tokenizer, or None if the teacher is known to have the same
+        tokenizer. Block while too many calls are pending.
         """
         for call in self._plan(session, rows):
             self._running = [future for future in self._running if not future.done() or future.exception() is not None]

@@ -22,7 +22,7 @@ class VocabularyMismatch(ConfigError):
 
 
 class VocabularyCheck:
-    """Checks the vocabulary of one teacher. `tokenizer` is the teacher's own, if it is known."""
+    """Checks the vocabulary of one teacher. `tokenizer` is the teacher's tokenizer, if it is known."""
 
     def __init__(self, engine: ScoringEngine, model: str, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
@@ -32,14 +32,14 @@ class VocabularyCheck:
         self._lock = threading.Lock()
 
     def is_same(self, digest: str) -> bool:
-        """Return whether the teacher's tokenizer file is the one with this digest."""
+        """Return whether the teacher's tokenizer file is known to have this digest."""
         return self._tokenizer is not None and self._tokenizer.digest == digest
 
     def check(self, policy: Tokenizer | None, ids: Ids) -> None:
         """Raise `VocabularyMismatch` if the teacher has a different token for an id, or `EngineRejected` if its tokenizer lacks the id.
 
         Raise `ConfigError` if the teacher's tokenizer is unknown and its server cannot decode ids. `policy` is the tokenizer of the ids, or
-        None if the teacher is known to have the same one.
+        None if the teacher is known to have the same tokenizer.
         """
         with self._lock:
             if self._tokenizer is None:
@@ -72,7 +72,7 @@ class VocabularyCheck:
         except EngineRejected as error:
             raise ConfigError(
                 f"teacher_tokenizer: the teacher cannot decode ids ({error.message}), so its vocabulary cannot be compared; "
-                "set teacher_tokenizer to its tokenizer folder",
+                "set teacher_tokenizer to the teacher's tokenizer folder",
                 param="teacher_tokenizer",
             ) from None
         if differs:
@@ -83,14 +83,14 @@ class VocabularyCheck:
 
     def _mismatch(self, policy: Tokenizer, token: int, here: str, there: str, teacher: str) -> VocabularyMismatch:
         return VocabularyMismatch(
-            f"teacher_model: the teacher has a different vocabulary: id {token} is {here!r} in {policy.name_or_path}, with which the "
-            f"rollouts were recorded, but {there!r} in {teacher}; choose a teacher with the same tokenizer",
+            f"teacher_model: the teacher has a different vocabulary: id {token} is {here!r} in the tokenizer of the rollouts "
+            f"({policy.name_or_path}), but {there!r} in {teacher}; choose a teacher with the same tokenizer",
             param="teacher_model",
         )
 
 
 def _normalize(text: str) -> str:
-    """Remove the characters that decoders treat differently: white space, and the marks of incomplete characters."""
+    """Remove the characters that decoders treat differently: white space, and the replacement character for invalid bytes."""
     return "".join(text.replace("\ufffd", "").split())
 
 

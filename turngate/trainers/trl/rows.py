@@ -79,7 +79,7 @@ def _advantage_factors(tokens: list[int], weigh: Weighting) -> list[float]:
 
 
 def _reward_deviation(delivery: Delivery) -> float:
-    """Compute the standard deviation of the rewards of trained rollouts, for TRL's logs."""
+    """Compute the standard deviation of the rewards of rollouts with an advantage, for TRL's logs."""
     rewards = [
         rolled.reward for rolled in delivery.rollouts if rolled.advantage is not None and rolled.reward is not None
     ]
@@ -128,11 +128,11 @@ class RowBuffer(queue.Queue[QueuedRow]):
         self._trained: dict[int, list[RowName]] = {}
 
     def begin(self, done: int) -> None:
-        """Start after delivery `done`, which, like all earlier ones, is committed or covered by the trainer's checkpoint."""
+        """Start after delivery `done`. All deliveries up to it are committed or covered by the trainer's checkpoint."""
         self._done = self._newest = done
 
     def add(self, number: int, rows: tuple[QueuedRow, ...], trained: list[RowName]) -> None:
-        """Add the rows of a delivery that are not trained yet. `trained` names its other rows, which are already trained."""
+        """Add the rows of a delivery that are not trained yet. `trained` names the delivery's rows that are already trained."""
         with self._lock:
             self._open[number] = len(rows)
             self._newest = number
@@ -164,7 +164,7 @@ class RowBuffer(queue.Queue[QueuedRow]):
             self.queue.clear()
 
     def mark_trained(self, rows: int) -> None:
-        """Record that the trainer has trained on the oldest `rows` of the rows that it has taken."""
+        """Mark as trained the oldest `rows` rows that the trainer has taken."""
         with self._lock:
             for _ in range(rows):
                 item = self._given.popleft()

@@ -44,7 +44,8 @@ class DeliveryThrottle:
     def record_finished(self, finished: FinishedRollout) -> None:
         """Count a finished rollout of the plan.
 
-        The runner reports rollouts of earlier runs before it starts any, so the first call knows which groups were already complete.
+        The runner reports rollouts of earlier runs before it starts any. The first call of the throttle therefore knows which groups were
+        already complete.
         """
         group = finished.rollout.rpartition(".")[0]
         self._finished[group] += 1

@@ -52,7 +52,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     gateway: str  # URL
     feed: str
-    choices: FeedConfig  # group size, advantages, staleness, truncated rollouts; empty `groups` means those of the plan
+    choices: FeedConfig  # group size, advantages, staleness, truncated rollouts; empty `groups` means the plan's groups
     plan: BatchPlan | None = None  # the rollouts to run; None: another process fills the feed
     ahead: Positive = 2  # maximum number of started groups with rows that the trainer has not taken
     rows_ahead: Positive = 256  # the next delivery is requested only while fewer rows are waiting
@@ -198,7 +198,7 @@ class TurngateWorker:
     def _check_not_over(self) -> None:
         """Raise `ConfigError` if the worker has already run.
 
-        It cannot be known whether the weights of a second trainer were already trained on the rows of the first run.
+        The worker cannot know whether a second trainer's weights were already trained on the rows of the first run.
         """
         if self._stopped:
             raise ConfigError(f"rollout_worker: {_ONE_RUN}", param="rollout_worker")
@@ -410,7 +410,7 @@ def _load_state(checkpoint: Path, feed: str) -> FeedState:
         ) from None
     if state.feed != feed:
         raise ConfigError(
-            f"checkpoint: {checkpoint} was trained on feed {state.feed!r}, not on {feed!r}; use a checkpoint of this feed",
+            f"checkpoint: {checkpoint} was trained on feed {state.feed!r}, not on {feed!r}; use a checkpoint of {feed!r}",
             param="checkpoint",
         )
     return state

@@ -132,7 +132,7 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     on_limit: EndAction = "grade"
     on_lost: Literal["exclude", "zero"] = "zero"
     on_refused: Literal["exclude", "train"] = "exclude"
-    """What to do with a rollout in which a model call of the agent was refused."""
+    """What to do with a rollout in which one of the agent's model calls was refused."""
     sampling: Literal["neutral", "agent"] = "neutral"
     """`neutral`: temperature 1, unless the run or the agent's file sets one. `agent`: the agent's own values, for evaluations."""
     out: Path = Path("turngate-rollouts")
@@ -141,7 +141,7 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     public_url: str = ""
     """URL at which remote sandboxes can reach the gateway."""
     tunnel: str = ""
-    """Instead of `public_url`, a command that opens a tunnel to the gateway and prints its URL. It runs once for all rollouts."""
+    """Instead of `public_url`, a command that opens a tunnel to the gateway and prints the tunnel's URL. It runs once for all rollouts."""
 
 
 class SharedConnections(msgspec.Struct, frozen=True):
@@ -301,7 +301,7 @@ def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
         raise vf.HarnessError(f"the rollout was cancelled: {outcome.stop}")
     if outcome.kind is not None and outcome.reward is None:
         raise vf.HarnessError(
-            f"the rollout is excluded because of its status, {outcome.status} (see on_timeout, on_failure, on_limit, on_lost)"
+            f"the rollout is excluded because its status is {outcome.status!r} (see on_timeout, on_failure, on_limit, on_lost)"
         )
     if outcome.exclusion:
         raise vf.HarnessError(f"the rollout is excluded: {outcome.exclusion}")

@@ -9,7 +9,7 @@ The harness's program still runs in verifiers' runtime.
 
 - The trajectory is fetched after the last turn, even if the program failed. If the reply is incomplete, the trace is unchanged.
 - The hook, `after_rollout`, runs after every rollout that was registered.
-- A cancelled rollout is first cancelled at the gateway, so that generation stops.
+- When a rollout is cancelled, it is cancelled at the gateway first, so that generation stops.
 - If the program can no longer reach the gateway, the rollout fails with a `TunnelError`.
 - `gateway_enabled = false` leaves the harness unchanged, for evaluation with a different endpoint.
 """
@@ -56,7 +56,7 @@ class GatewayConfig(vf.HarnessConfig):
     gateway_enabled: bool = True
     """If false, the harness uses the run's own endpoint, as it does without the mixin."""
     public_url: str = ""
-    """URL at which the program can reach the gateway, such as that of a tunnel. Defaults to `gateway`."""
+    """URL at which the program can reach the gateway, such as a tunnel's URL. Defaults to `gateway`."""
     poll_interval: float = Field(5.0, gt=0)
     """Seconds between checks that the program can still reach the gateway."""
     silence_s: float = Field(60.0, gt=0)
@@ -182,13 +182,13 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
         logprobs = [value for value in tokens.completion_logprobs if value is not None]
         if len(tokens.completion_mask) != len(tokens.completion_ids):
             raise vf.InterceptionError(
-                f"gateway: the mask of step {index} has the wrong length (tokens: {len(tokens.completion_ids)}, mask entries: "
-                f"{len(tokens.completion_mask)})"
+                f"gateway: the mask of step {index} has length {len(tokens.completion_mask)}, but the step has "
+                f"{len(tokens.completion_ids)} tokens"
             )
         if trained and len(logprobs) != len(tokens.completion_ids):
             raise vf.InterceptionError(
-                f"gateway: step {index} is trained, but does not have one log-probability per token (tokens: "
-                f"{len(tokens.completion_ids)}, log-probabilities: {len(logprobs)})"
+                f"gateway: step {index} is trained, but has different numbers of tokens ({len(tokens.completion_ids)}) and "
+                f"log-probabilities ({len(logprobs)})"
             )
         sequences.append([*tokens.prompt_ids, *tokens.completion_ids])
         turns.append(
@@ -327,7 +327,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     async def _call_after_rollout(self, trace: vf.Trace, runtime: vf.Runtime, error: BaseException | None) -> None:
         try:
             await self.after_rollout(trace, runtime)
-        except Exception:  # the hook is code of a subclass
+        except Exception:  # the hook is a subclass's code
             if error is None:
                 raise
             log.exception("rollout %s: after_rollout failed after an earlier error (%r)", trace.id, error)

@@ -188,7 +188,7 @@ def _text(content: Json) -> str:
 
 
 def _tools(wire: Sequence[Json]) -> list[vf.Tool]:
-    """Convert tools in the format of any dialect to verifiers tools."""
+    """Convert tools in any dialect's format to verifiers tools."""
     declared = [one for tool in wire for one in tool.get("functionDeclarations") or [tool]]
     functions = [tool.get("function") or tool for tool in declared]
     return [
