@@ -696,7 +696,7 @@ EVENTS: dict[str, Case] = {
     "a truncated turn": ("its sampled_tokens is stored as 4, but event ", truncate_turn),
     "the last turn removed": (", which is not stored (finish 'stop', ", delete_last_turn),
     "the last turn removed with its event": (
-        "stored turns that were not aborted: ",
+        "its number of turns that were not aborted is ",
         delete_last_turn_and_event,
     ),
     "all turns removed": (", which is not stored (finish 'abort', sampled tokens: 5)", delete_all_turns),

@@ -20,7 +20,7 @@ TAMPERED = {
     "UPDATE replies SET tail=substr(tail, 1, 40) WHERE id=:id": "cannot be read",
     "UPDATE replies SET tail='x' WHERE id=:id": "is not stored as bytes",
     "UPDATE replies SET id='resp_other' WHERE id=:id": "contains a different id",
-    "UPDATE replies SET node=4 WHERE id=:id": "does not contain the same calls as its turn",
+    "UPDATE replies SET node=4 WHERE id=:id": "has different calls from its turn",
     "UPDATE replies SET tail=CAST(replace(CAST(tail AS TEXT), 'It says', 'It sings') AS BLOB)": "has different text",
 }
 

@@ -97,4 +97,4 @@ def test_row_with_another_temperature_is_found(recorded: tuple[Path, str]) -> No
         return msgspec.structs.replace(row, spans=spans)
 
     found = run_verify(*recorded, heat)
-    assert wrong(found) == {"rows"} and "its row has temperature 0.5, but the recorded one is 1.0" in str(found.wrong)
+    assert wrong(found) == {"rows"} and "temperature 0.5, but the recorded temperature is 1.0" in str(found.wrong)

@@ -132,7 +132,7 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
         whole = sum(turn.info.finish != "abort" for turn in session.turns)
         check.expect(
             data.get("turns") == whole,
-            f"stored turns that were not aborted: {whole}; event {event.seq} reports {brief(data.get('turns'))}",
+            f"its number of turns that were not aborted is {whole}, but event {event.seq} reports {brief(data.get('turns'))}",
         )
 
 

@@ -1,4 +1,4 @@
-"""The verdict on a session: findings (at most 20 per check, and a count of the others), notes, forks and differences.
+"""The verdict on a session: findings (at most 20 per check, and a count of the rest), notes, forks and differences.
 
 `CheckResults` collects them.
 """

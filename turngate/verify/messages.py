@@ -83,7 +83,7 @@ class NodeMessages:
     def tools_or_error(self, context: StoredContext) -> tuple[Tool, ...] | str:
         """Return the tools that a context offers, or an error message.
 
-        Tools that were sent in several dialects are stored only once, in the form of the first.
+        Tools that were sent in several dialects are stored only once, in the form of the first dialect.
         """
         digest = context.info.preamble
         stored = self._session.preambles.get(digest)
@@ -183,8 +183,8 @@ def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
 def same_meaning(was: Message, now: Message) -> bool:
     """Return whether two messages have the same meaning.
 
-    Differences in trailing whitespace (in answers, also leading), JSON formatting, thinking and call ids are ignored. A standard text in
-    place of an empty answer counts as empty.
+    Differences in trailing whitespace (in answers, also leading whitespace), JSON formatting, thinking and call ids are ignored. A standard
+    text in place of an empty answer counts as empty.
     """
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False

@@ -68,7 +68,7 @@ def _reject_duplicate_names(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _reject_constant(name: str) -> Json:
-    raise ValueError(f"{name} is not a JSON number")  # only Python accepts NaN and Infinity
+    raise ValueError(f"{name} is not a JSON number")  # Python's parser accepts NaN and Infinity by default
 
 
 def _check_fields(outcome: dict[str, Json], check: VerifyCheck) -> None:

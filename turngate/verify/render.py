@@ -477,7 +477,7 @@ def _starts_with(ids: Ids, prefix: list[int]) -> bool:
 
 
 def _has_calls_as_text(recorded: Message, again: Message) -> bool:
-    """Return whether an earlier version recorded calls whose arguments are not JSON objects. This version parses such calls to text."""
+    """Return whether an earlier version recorded calls whose arguments are not JSON objects. This version parses such calls as text."""
     calls = [call for call in recorded.tool_calls if not _is_object(call.arguments)]
     return bool(calls) and all(call.name in again.content and call.arguments in again.content for call in calls)
 

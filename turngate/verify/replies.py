@@ -58,6 +58,6 @@ def _find_problem(row: StoredReplyRow, turn: StoredTurn | None, messages: NodeMe
 def _find_difference(reply: _Reply, message: Message) -> str:
     calls = [item.call_id for item in reply.output if item.type in _CALLS]
     if calls != [call.id for call in message.tool_calls]:
-        return f"does not contain the same calls as its turn, but these: {', '.join(calls) or 'none'}"
+        return f"has different calls from its turn: {', '.join(calls) or 'none'}"
     texts = ["".join(part.text for part in item.content) for item in reply.output if item.type == "message"]
     return "" if all(text.strip() in message.content for text in texts) else "has different text from its turn"

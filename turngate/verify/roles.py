@@ -95,7 +95,7 @@ class _Roots:
         return max(earlier, key=lambda r: (_resemblance(r, root, r.id in alike), r.id), default=None)
 
     def _only_looks_shorter(self, root: StoredContext, earlier: list[StoredContext]) -> bool:
-        """Return whether a shorter request is the only evidence of a recorded compaction, as may be the case in older traces."""
+        """Return whether a shorter request is the only evidence of a recorded compaction, as can happen in older traces."""
         if offers_tools(root, self._messages) or root.info.quotes is not None or "a" in root.info.roles:
             return False
         thread = root.info.signals.thread

@@ -156,7 +156,7 @@ def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
         recorded = read_temperature(turns[span.node].info.sampling) if span.node in turns else None
         check.expect(
             recorded in (None, span.temperature),
-            f"its row has temperature {span.temperature}, but the recorded one is {recorded}",
+            f"its row has temperature {span.temperature}, but the recorded temperature is {recorded}",
             node=span.node,
         )
 

@@ -1,4 +1,4 @@
-"""Check sampling masks: the ids that top-k, top-p and min-p left to sample from. This check is omitted for a session without them."""
+"""Check sampling masks: the ids that top-k, top-p and min-p left to sample from. This check is omitted for a session without masks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_sampling_masks(session: StoredSession, results: CheckResults) -> None:
             )
             masks = stored.read(turn, facts)
             if isinstance(masks, str):
-                continue  # reported by the check of side data
+                continue  # reported by the side data check
             if check.expect(
                 isinstance(masks, RaggedArray) and facts.first >= 0,
                 "its sampling masks are not lists of ids",
@@ -54,7 +54,7 @@ def check_sampling_masks(session: StoredSession, results: CheckResults) -> None:
 def _check_turn(turn: StoredTurn, facts: SideFacts, masks: RaggedArray, check: VerifyCheck) -> None:
     for at, kept in enumerate(masks.lists(), facts.first):
         if at >= len(turn.ids):
-            return  # reported by the check of side data
+            return  # reported by the side data check
         token = int(turn.ids[at])
         check.expect(token in kept, f"its token {at} (id {token}) is not in its sampling mask", node=turn.id)
         unique = len(np.unique(kept)) == len(kept) and (kept >= 0).all()

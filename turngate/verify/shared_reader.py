@@ -58,7 +58,7 @@ class SharedSessionReader(SessionReader):
             (version,) = self._db.execute("SELECT version FROM turngate_version").fetchone()
         except self._error as error:
             raise ConfigError(
-                f"data: {self._name} cannot be read as a shared store of Turngate ({_one_line(error)})", param="data"
+                f"data: {self._name} cannot be read as a Turngate shared store ({_one_line(error)})", param="data"
             ) from None
         if version not in SHARED_SCHEMAS:
             raise ConfigError(

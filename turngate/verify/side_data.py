@@ -79,7 +79,7 @@ class StoredSideArrays:
             parts.append(found[1])
             at += len(found[0])
         if at != facts.first + facts.count:
-            return f"it lists side data {facts.name} for a different number of tokens ({facts.count}) than are stored ({at - facts.first})"
+            return f"it lists side data {facts.name} for {facts.count} tokens, but {at - facts.first} values are stored"
         values = np.concatenate(parts)
         if facts.shape == _LISTS:
             return RaggedArray.from_sizes(np.concatenate(sizes), values)
@@ -87,7 +87,7 @@ class StoredSideArrays:
 
 
 def _read_piece(data: object, facts: SideFacts) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return how many numbers each value in a stored piece has, and the numbers. Return None if values are missing or incomplete."""
+    """Decode a stored piece. Return the size of each value, and all numbers. Return None if the piece is empty or a value is incomplete."""
     dtype = np.dtype(_TYPES[facts.dtype])
     if not isinstance(data, bytes) or not data:
         return None
@@ -110,12 +110,12 @@ def has_side_data(session: StoredSession) -> bool:
 
 
 def check_side_data(session: StoredSession, results: CheckResults) -> None:
-    """Check that all side data is stored unchanged, and that each token on a path has at most one value of each name."""
+    """Check that all side data is stored unchanged, and that each token on a path has at most one value under each name."""
     if not has_side_data(session):
         return
     stored = StoredSideArrays(session)
     with results.check(
-        "structure", "side data", "all side data is stored unchanged, and no token has two values of one name"
+        "structure", "side data", "all side data is stored unchanged, and no token has two values under one name"
     ) as check:
         for turn in session.turns:
             for facts in turn.info.side:
@@ -202,11 +202,11 @@ def _check_column(
     for turn, facts in ((each, facts) for each in turns for facts in each.info.side if facts.name == name):
         read = stored.read(turn, facts)
         if isinstance(read, str):
-            continue  # reported by the check of the structure
+            continue  # reported by the structure check
         found = _make_comparable(read)
         same = read.shape[1:] == column.values.shape[1:] and np.can_cast(read.dtype, column.values.dtype)
         if not check.expect(
-            same, f"its side data {name} does not have the type and shape of that of turn {turn.id}", node=leaf
+            same, f"its side data {name} differs in type or shape from the side data of turn {turn.id}", node=leaf
         ):
             return
         begin = turn.length - len(turn.ids) + facts.first

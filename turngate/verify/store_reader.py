@@ -252,7 +252,7 @@ class RelatedRecords(msgspec.Struct, frozen=True):
     replies: tuple[StoredReplyRow, ...] = ()
     side: tuple[StoredSideData, ...] = ()
     attempts: tuple[StoredAttempt, ...] | None = None  # None: not stored in this folder
-    deliveries: tuple[int | None, ...] = ()  # delivery number in each feed that has it; None: its group is incomplete
+    deliveries: tuple[int | None, ...] = ()  # delivery number in each feed; None: the feed waits for its group
     events: tuple[StoredEvent, ...] | None = None  # by session id, oldest first; None: not stored in this folder
     pruned: int = 0  # `seq` of the newest event that was pruned
     version: int | None = 0  # the highest policy version that was ever active here; None: unreadable
@@ -346,7 +346,7 @@ class StoredSession:
         if row.kind not in ("context", "sampled"):
             return f"its kind is {row.kind!r}, which is neither 'context' nor 'sampled'"
         if len(row.ids) % 4:
-            return f"the size of its ids in bytes is {len(row.ids)}, which is not a multiple of 4"
+            return f"its ids have {len(row.ids)} bytes, which is not a multiple of 4"
         try:
             if row.kind == "context":
                 context = msgspec.msgpack.decode(row.info, type=ContextFacts)

@@ -120,7 +120,7 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
             whole = row.logprobs is None or len(row.logprobs) % 4 == 0
             check.expect(
                 whole,
-                f"the size of its log-probabilities in bytes is {len(row.logprobs or b'')}, which is not a multiple of 4",
+                f"its log-probabilities have {len(row.logprobs or b'')} bytes, which is not a multiple of 4",
                 node=row.id,
             )
             check.expect(

@@ -1,4 +1,4 @@
-"""Check the rewards of turns: the stored ones against the turns and the rollout's reward, and those in rows against the stored ones.
+"""Check turn rewards: stored rewards against the turns and the rollout's reward, and rewards in rows against the stored rewards.
 
 These checks are omitted for a session without turn rewards.
 """
@@ -57,7 +57,7 @@ def read_turn_rewards(session: StoredSession) -> tuple[Json, Json]:
     """Return the turn rewards and the reward of the stored outcome. The turn rewards are None if there are none."""
     outcome = session.related.outcome
     if outcome is None or not isinstance(outcome.raw, (bytes, str)):
-        return None, None  # reported by the check of the outcome
+        return None, None  # reported by the outcome check
     try:
         stored = json.loads(outcome.raw)
     except DECODE_ERRORS:
@@ -82,7 +82,7 @@ def check_turn_rewards(session: StoredSession, results: CheckResults) -> None:
             total = math.fsum(parts)
             check.expect(
                 abs(total - reward) <= _TOLERANCE * max(1.0, abs(reward)),
-                f"those of kind part add up to {total:.9g}, but the reward is {reward:.9g}",
+                f"rewards of kind part add up to {total:.9g}, but the rollout's reward is {reward:.9g}",
             )
 
 
