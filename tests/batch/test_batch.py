@@ -200,7 +200,7 @@ async def test_remaining_rollouts_of_invalid_task_are_skipped() -> None:
         tried = Counter(rollout.attempt for rollout in result.finished)
         assert 3 <= tried[1] <= 4 and tried[0] == 8 - tried[1], "two rollouts are in progress at a time"
         assert any(
-            "task setup-0 is invalid; its other rollouts are skipped, unless one that is already running is graded; what failed: "
+            "task setup-0 is invalid; its remaining rollouts are skipped, unless one that is already running is graded; the error was: "
             "setup: the setup script failed" in note
             for note in batch.progress.notes
         )

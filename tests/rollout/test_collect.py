@@ -129,7 +129,7 @@ async def test_excess_and_oversized_files_are_skipped_and_named(
     outcome = await run_writer(harness, program + 'for n in range(5): open(f"{n}.log", "w").write("x" * 2000)')
     assert outcome.collected.files == 0
     assert len(outcome.collected.missing) == 4
-    assert outcome.collected.missing[0] == "home: transcript and log files not copied: 2 of 5"
+    assert outcome.collected.missing[0] == "home: skipped 2 of 5 transcript and log files, because at most 3 are copied"
     assert "is larger than 1000 bytes" in outcome.collected.missing[1]
 
 

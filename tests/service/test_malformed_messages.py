@@ -234,4 +234,4 @@ def test_logprobs_are_complete_or_omitted(limit: int, kept: bool) -> None:
     cut = Truncator(Clamp(logprobs=limit))
     [turn] = conversation.build_turns(make_trace(sampled=3), cut)
     assert (turn.logprobs, turn.sampled_tokens) == ([-0.5] * 3 if kept else None, 3)
-    assert kept == (cut.notes == []) and (kept or "turns[0].logprobs: left out (null, 3 in total)" in cut.notes[0])
+    assert kept == (cut.notes == []) and (kept or "turns[0].logprobs: all 3 values left out (null)" in cut.notes[0])

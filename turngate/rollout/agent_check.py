@@ -76,7 +76,7 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str = MODEL
     model_limits: ModelLimits = ModelLimits()
     max_context: int | None = None  # the engine's context length; None: as in `model_limits`
-    session: Mapping[str, Json] = {}  # more session settings
+    session: Mapping[str, Json] = {}  # additional session settings
     options: Mapping[str, str] = {}  # values of the agent's own options
     timeout_s: float = 240.0
     around: Callable[[App], App] = lambda app: app  # middleware between agent and gateway
@@ -282,7 +282,7 @@ def _check_calls(outcome: Outcome, turns: list[TraceTurn], engine: Scripted) -> 
 
 
 def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scripted) -> PromiseResult:
-    """Check that the recorded prompts and log-probabilities equal those of the engine."""
+    """Check that the recorded prompts and log-probabilities equal the engine's."""
     by_id = {node.id: node for node in nodes}
     sent = sorted(request.prompt.tobytes() for request in engine.received)
     recorded, scored = [], True

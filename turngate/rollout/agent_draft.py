@@ -1,4 +1,4 @@
-"""Draft an agent's TOML description from one watched run (`agent_watch.py`), and find its tool for shell commands. No I/O."""
+"""Draft an agent's TOML description from one watched run (`agent_watch.py`), and find the agent's shell tool. No I/O."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _head(name: str, command: Sequence[str], calls: Sequence[LoggedCall], *, doe
         lines.append("check_task = false  # the steps below do not change files; delete this line once they do")
     lines += [
         "",
-        "# The program is taken from this machine. To pin a version that works in every sandbox, name its package and program:",
+        "# The program comes from this machine. To pin a version that works in every sandbox, name the package and the program:",
         "# [install]",
         '# npm = "…"  (or pip = "…" and python = "3.12")',
         '# version = "1.2.3"',

@@ -57,7 +57,7 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
     """What was observed while a command ran: its requests, the variables it read, its exit code and its output."""
 
     calls: tuple[LoggedCall, ...]
-    variables: tuple[str, ...]  # the variables that the agent read its endpoint and key from
+    variables: tuple[str, ...]  # the variables from which the agent read its endpoint and key
     exit_code: int | None  # None if the command was stopped at the time limit
     output: str  # the end of what the command printed
 

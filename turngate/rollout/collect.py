@@ -23,7 +23,7 @@ _MAX_FILES = 500
 _MAX_FILE_BYTES = 64_000_000
 _MAX_BYTES = 512_000_000  # total size of transcripts and logs
 _MAX_LIST_BYTES = 4_000_000  # total size of the names of these files
-_TAIL_BYTES = 4000  # the outcome includes this much of the end of each output
+_TAIL_BYTES = 4000  # how many bytes from the end of each output the outcome includes
 # Regular files only: a link could point anywhere. Paths are separated by null bytes, because names may contain newlines.
 _FIND = """
 PATH="$PATH:/usr/bin:/bin"; most=$1 home=$2; shift 2
@@ -108,7 +108,9 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
         missing.append("home: too many transcript and log files to list")
     names = [name.decode("utf-8", "surrogateescape") for name in dict.fromkeys(listed.split(b"\0")) if name]
     if len(names) > _MAX_FILES:
-        missing.append(f"home: transcript and log files not copied: {len(names) - _MAX_FILES} of {len(names)}")
+        missing.append(
+            f"home: skipped {len(names) - _MAX_FILES} of {len(names)} transcript and log files, because at most {_MAX_FILES} are copied"
+        )
     copied, remaining = 0, _MAX_BYTES
     for name in names[:_MAX_FILES]:
         inside = _relative_to_home(name, sandbox.home)
@@ -128,7 +130,7 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
 async def _write_file(target: Path, data: bytes, missing: list[str]) -> bool:
     """Write a file on the host, and return whether that succeeded.
 
-    It can fail because of the file's name: the sandbox chose it, so it may conflict with another.
+    The write can fail because of the file's name, which comes from the sandbox and may conflict with another file's name.
     """
     try:
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Connect a rollout's sandbox to the gateway: a local sandbox through its own door, a remote one at a public URL."""
+"""Connect a rollout's sandbox to the gateway. A local sandbox uses its own door (`sandboxes/door.py`), a remote one a public URL."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class GatewayConnector:
         await self._stack.__aenter__()
         if self._command:
             try:
-                # The tunnel leads to a door, so that its public address serves only model calls.
+                # The tunnel leads to a door, so that the tunnel's public address serves only model and tool calls.
                 outside = await self._stack.enter_async_context(door.open_door(self._gateway))
                 self._tunnel = await self._stack.enter_async_context(tunnel.open_tunnel(self._command, outside.address))
             except BaseException:

@@ -34,7 +34,7 @@ class EnginePressure:
                 return saturated
             try:
                 saturated = (await self._gateway.engines()).saturated
-            except TurngateError:  # the gateway is too old to report this, or is down, which the rollouts report
+            except TurngateError:  # an old gateway cannot report this; if the gateway is down, the rollouts report it
                 saturated = False
             self._answer = time.monotonic(), saturated
             return saturated

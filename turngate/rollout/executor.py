@@ -75,7 +75,7 @@ class OrderResolver(Protocol):
 
     @property
     def backends(self) -> Collection[Backend]:
-        """The sandbox backends that the orders so far have needed, and any that are known to be needed later."""
+        """The sandbox backends needed by the orders so far, and any that later orders are known to need."""
 
 
 class LocalExecutor:

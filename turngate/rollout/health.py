@@ -1,4 +1,4 @@
-"""Check whether a batch can continue: it needs disk space, working sandboxes, a gateway that responds, and few faults in a row."""
+"""Check whether a batch can continue: whether it has disk space, sandboxes and a gateway, and not too many faults in a row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BatchHealth:
         self._faults_in_a_row = 0
 
     async def check_after_fault(self, message: str) -> str:
-        """Count an infrastructure fault. Return why the other rollouts would fail, too, or an empty string if the batch can continue."""
+        """Count an infrastructure fault. Return why the batch cannot continue, or an empty string if it can."""
         self._faults_in_a_row += 1
         if self._faults_in_a_row >= max(_MIN_IN_A_ROW, 2 * self._plan.bounds.running):
             return f"the last {self._faults_in_a_row} attempts were all infrastructure faults; the most recent was: {message}"

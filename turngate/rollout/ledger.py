@@ -63,7 +63,7 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_
     rollout: str
     attempt: int
     session: str
-    # A fault uses up one of the plan's `retries`, and `stale` one of its `stale_retries`. The others use up neither.
+    # A fault uses up one of the plan's `retries`, and `stale` one of its `stale_retries`. `cancelled` and `lost` use up neither.
     why: Literal["fault", "cancelled", "lost", "stale"]
     message: str = ""
     at: float
@@ -112,7 +112,7 @@ class UnrecordedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="unrecord
     """A rollout that is done, but whose outcome the gateway has not recorded yet. Its agent does not run again."""
 
     finished: FinishedRollout
-    recorded: RecordedOutcome  # must not change: the gateway may already have it, and would reject a different one
+    recorded: RecordedOutcome  # must not change: the gateway may already have it, and would reject a different record
     why: str
 
 

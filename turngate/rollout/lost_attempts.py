@@ -25,7 +25,7 @@ async def supersede_after_lease(
     session: str,
     note: Callable[[str], None] = lambda text: None,
 ) -> SupersededAttempt[SessionOutcome]:
-    """Supersede an attempt as soon as the lease of its cell has ended. `note` is called once if that requires waiting."""
+    """Supersede an attempt as soon as its cell's lease has ended. `note` is called once if that requires waiting."""
     is_noted = False
     while True:
         try:
@@ -43,7 +43,7 @@ class LostAttempts:
     """Settles the lost attempts of one batch.
 
     A lost attempt may still be running on a machine that cannot be reached. It is superseded at the gateway, so that its rollout is never
-    trained twice, even if that machine comes back.
+    trained on twice, even if that machine comes back.
     """
 
     def __init__(self, gateway: GatewayClient, results: BatchResults, stop: StopSignal) -> None:

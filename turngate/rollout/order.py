@@ -4,7 +4,7 @@
     spec = await machine.resolve(order)         # `resolve.py`
     attempt = executor.prepare(order)           # `executor.py`
 
-An order contains no live objects, no paths of the machine that made it, and no values of environment variables:
+An order contains no live objects, no paths from the machine that made it, and no values of environment variables:
 
     task      its fields, and the SHA-256 of the archive with its files (`tasks/archive.py`)
     agent     its whole description; the machine that runs the order installs the agent
@@ -57,12 +57,12 @@ class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     image: str = ""
     network: Network = "none"
     resources: Resources = Resources()
-    folders: tuple[str, ...] = ()  # more writable folders inside the sandbox
+    folders: tuple[str, ...] = ()  # additional writable folders inside the sandbox
     env: tuple[str, ...] = ()  # names of variables for every command in the sandbox
     model: str
     model_limits: ModelLimits = ModelLimits()
     timeout_s: float
-    session: Mapping[str, Json] = {}  # more session settings: limits, sampling, policy …
+    session: Mapping[str, Json] = {}  # additional session settings: limits, sampling, policy …
     endpoint_sampling: Mapping[str, Json] = {}
     policy: EndPolicy = EndPolicy()
     grade: bool = True

@@ -79,7 +79,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def exclusion(self) -> str:
-        """Why the rollout is not trained and does not affect its group's baseline, or an empty string if it is not excluded."""
+        """Why the rollout is not trained on and does not affect its group's baseline, or an empty string if it is not excluded."""
         if self.excluded:
             return self.excluded
         is_excluded = self.refused is not None and self.training is not None and not self.training.trained_tokens

@@ -43,7 +43,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path  # for the ledger and the agents' files
     name: str = ""  # prefix of the group names: a feed with `groups="NAME."` accepts only these groups
     n: int = 1  # rollouts per task and round
-    rounds: int = 1  # how many times all tasks are run; may be raised when the batch is resumed
+    rounds: int = 1  # how many times all tasks are run; can be raised when the batch is resumed
     bounds: Bounds = Bounds()
     retries: int = 2  # after infrastructure faults
     stale_retries: int = 2  # how often a stale rollout is retried; with 0, it is excluded
@@ -53,7 +53,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""
     network: Network = "none"
     resources: Resources = Resources()
-    folders: tuple[str, ...] = ()  # more writable folders inside the sandboxes
+    folders: tuple[str, ...] = ()  # additional writable folders inside the sandboxes
     env: Mapping[str, str] = {}
     session: Mapping[str, Json] = {}
     endpoint_sampling: Mapping[str, Json] = {}  # sampling settings that `session` and the agent's file override
@@ -62,7 +62,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     policy: EndPolicy = EndPolicy()
     grade: bool = True
     keep_work: bool = False  # keep the agents' working folders after grading
-    invalid_after: int = 3  # this many rollouts must find a task invalid before its other rollouts are skipped
+    invalid_after: int = 3  # this many rollouts must find a task invalid before its remaining rollouts are skipped
     min_free_bytes: int = 64_000_000  # with less free disk space, no rollout starts
 
     def __post_init__(self) -> None:

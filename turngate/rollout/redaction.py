@@ -31,17 +31,17 @@ class Redactor:
         self._secrets += sorted(host_values, key=len, reverse=True)  # longest first: one may contain another
 
     def add(self, secret: str) -> None:
-        """Add a secret that is to be removed."""
+        """Add a secret to remove."""
         self._secrets.insert(0, secret)
 
     def redact_text(self, text: str) -> str:
-        """Return text without the secrets, and without any text that looks like a secret. Use it for text that people see."""
+        """Return text for people to see, without the secrets and without anything that looks like a secret."""
         for secret in self._list_secrets():
             text = text.replace(secret, REDACTED)
         return redact(text)
 
     def redact_bytes(self, data: bytes) -> bytes:
-        """Return data without the secrets. Use it for output that is stored."""
+        """Return data to store, without the secrets."""
         for secret in self._list_secrets():
             data = data.replace(secret.encode("utf-8", "surrogatepass"), REDACTED.encode())
         return data

@@ -141,8 +141,8 @@ class BatchResults:
         is_new = finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after
         if is_new and finished.task not in self._valid:
             self.note(
-                f"task {finished.task} is invalid; its other rollouts are skipped, unless one that is already running is graded; "
-                f"what failed: {finished.message}"
+                f"task {finished.task} is invalid; its remaining rollouts are skipped, unless one that is already running is graded; "
+                f"the error was: {finished.message}"
             )
 
     async def skip(self, item: RolloutItem) -> None:
@@ -180,7 +180,7 @@ class BatchResults:
         self._on_finished(finished)
 
     def is_invalid(self, task: Task) -> bool:
-        """Return whether to skip the task's other rollouts: enough rollouts have found it invalid, and none was graded."""
+        """Return whether to skip the task's remaining rollouts: enough rollouts have found it invalid, and none was graded."""
         return self._invalid[task.id] >= self._plan.invalid_after and task.id not in self._valid
 
 
@@ -263,7 +263,7 @@ def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: Ses
 
 
 def read_outcome(folder: Path, session: str) -> Outcome | None:
-    """Read the full outcome of a finished rollout from the folder of its batch, or return None if the file cannot be read."""
+    """Read the full outcome of a finished rollout from its batch's folder, or return None if the file cannot be read."""
     try:
         return msgspec.json.decode((folder / "rollouts" / session / _OUTCOME).read_bytes(), type=Outcome)
     except OSError:

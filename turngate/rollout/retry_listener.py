@@ -104,8 +104,8 @@ class RetryListener:
     async def _answer(self, seq: int, request: RetryRequest) -> None:
         """Decide on a request once its attempt is settled, and reply.
 
-        The attempt may still be running, because the web UI shows it as ended slightly before its end is in the ledger. It shows a
-        cancelled attempt as ended while the agent is still being killed.
+        The attempt may still be running, because the web UI shows it as ended slightly before its end is in the ledger. A cancelled
+        attempt is shown as ended while the agent is still being killed.
         """
         rollout, attempt = request.rollout, request.attempt
         try:

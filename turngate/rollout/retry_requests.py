@@ -1,4 +1,4 @@
-"""Read requests to retry a rollout from the event stream of a batch, and write the replies to it.
+"""Read the retry requests in a batch's event stream, and write the replies to the same stream.
 
 The gateway's web UI adds a `retry` event to the stream, whether or not the batch is running. The reply is a `note` event. It contains the
 request's position in the stream and says whether the request is accepted, rejected or postponed. A request that is neither accepted nor

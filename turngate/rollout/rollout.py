@@ -357,7 +357,7 @@ class Rollout:
     # ── grade ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _grade(self) -> None:
-        """Grade the work, which determines class and reward. If grading is cancelled, the rollout has no reward and will run again."""
+        """Grade the work to determine the class and the reward. If grading is cancelled, the rollout has no reward and will run again."""
         try:
             await self._count_turns(_COUNT_S)
             await self._grade_work()

@@ -6,7 +6,7 @@
     4. the gateway, which pins temperature 1 in exact and gate mode, so that turns can be trained whatever the agent asks for
 
 For evaluations, a caller can set `sampling` to `agent`. Then only the caller's settings are pinned, and the agent's own requests decide
-all others.
+all other settings.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Schedule:
         self.add_retry(item, backoff_s * random.uniform(0.5, 1.5))
 
     def exclude(self, rollout: str) -> None:
-        """Skip a rollout when its group is added, because a retry request has already added it."""
+        """Skip a rollout when its group is added, because a retry request has already added the rollout."""
         self._requested.add(rollout)
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -121,7 +121,7 @@ class Schedule:
         self._workers = count
 
     async def next(self) -> RolloutItem | None:
-        """Wait for a retry that is due or for the next rollout of a group. Return None if all are done or the batch is stopping."""
+        """Wait for a retry that is due or for the next rollout of a group. Return None if no rollouts are left or the batch is stopping."""
         async with self._changed:
             while not self._stop:
                 due_s = self._retries[0][0] - time.monotonic() if self._retries else None

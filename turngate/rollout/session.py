@@ -1,4 +1,4 @@
-"""Open the session of one rollout at the gateway, follow its events, and make sure that it is ended."""
+"""Open the session of one rollout at the gateway, follow its events, and make sure that it ends."""
 
 from __future__ import annotations
 

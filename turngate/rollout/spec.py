@@ -39,9 +39,9 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""
     network: Network = "none"
     resources: Resources = Resources()
-    folders: tuple[str, ...] = ()  # more writable folders in a sandbox that has its own root
+    folders: tuple[str, ...] = ()  # additional writable folders in a sandbox that has its own root
     env: Mapping[str, str] = {}
-    session: Mapping[str, Json] = {}  # more session settings: limits, sampling, policy …
+    session: Mapping[str, Json] = {}  # additional session settings: limits, sampling, policy …
     endpoint_sampling: Mapping[str, Json] = {}  # sampling settings that `session` and the agent's file override
     model_limits: ModelLimits = ModelLimits()  # the model's limits, for the agent's configuration
     options: Mapping[str, str] = {}  # the agent's options

@@ -16,7 +16,7 @@ from turngate.rollout.stage_events import StageEvents
 from turngate.telemetry.spans import Span, current_tracer
 
 log = logging.getLogger(__name__)
-# Time limits in seconds. The limits of the other stages are set by the task (`setup`), the rollout (`agent`) and the grader (`grade`).
+# Time limits in seconds. The limits of the remaining stages are set by the task (`setup`), the rollout (`agent`) and the grader (`grade`).
 LIMITS_S: Mapping[Stage, float] = {
     "sandbox": 600,
     "files": 300,
@@ -86,7 +86,7 @@ class Stages:
 
     @contextmanager
     def trace_rollout(self) -> Iterator[None]:
-        """Trace the block as the span of the rollout, if tracing is enabled."""
+        """Trace the block as the rollout's span, if tracing is enabled."""
         outcome, tracer = self._outcome, current_tracer()
         if tracer is None:
             yield
@@ -113,7 +113,7 @@ class Stages:
 
     @contextmanager
     def trace_agent(self, session: str) -> Iterator[None]:
-        """Trace the block as the span of the agent, which is the parent of the gateway's turns."""
+        """Trace the block as the agent's span, which is the parent of the gateway's turns."""
         if self._rollout_span is None:
             yield
             return

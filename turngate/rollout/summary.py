@@ -94,7 +94,7 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     round: int = 0
     graded: int
     wanted: int
-    reward: float | None = None  # the reward that all trained rollouts have in common
+    reward: float | None = None  # the reward shared by all rollouts that are trained on
     why: Mapping[RolloutClass, int] = {}  # the number of rollouts in each class other than `graded`
 
 
@@ -106,7 +106,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     overall: RolloutStats
     tasks: tuple[TaskStats, ...]  # over all rounds
     rounds: tuple[RoundStats, ...] = ()  # empty if there is only one round
-    no_signal: tuple[GroupStats, ...]  # groups whose trained rollouts have equal rewards, so their advantages are 0
+    # Groups in which all rollouts that are trained on have the same reward, so the advantages are 0.
+    no_signal: tuple[GroupStats, ...]
     shrunken: tuple[GroupStats, ...]  # groups with fewer rewards than finished rollouts
     histogram: tuple[HistogramBin, ...]
     # Why rollouts have no reward, by class: pairs of a message and its count, most frequent first.

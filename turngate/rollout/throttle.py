@@ -24,7 +24,7 @@ class TrainerThrottle:
     """Keeps a batch at most `max_ahead` groups ahead of a trainer. Use it in a single event loop."""
 
     def __init__(self, max_ahead: int, trained: int = 0) -> None:
-        """Create a throttle. `trained` is the number of groups already trained, such as a feed's committed position."""
+        """Create a throttle. `trained` is the number of groups already trained on, such as a feed's committed position."""
         if max_ahead < 1:
             raise ConfigError(f"'ahead' must be at least 1, not {max_ahead}", param="ahead")
         self._max_ahead = max_ahead
@@ -32,7 +32,7 @@ class TrainerThrottle:
         self._more = asyncio.Event()
 
     def mark_trained(self, groups: int) -> None:
-        """Report the total number of groups that have been trained. A lower number than before is ignored."""
+        """Report the total number of groups that have been trained on. A number lower than an earlier one is ignored."""
         self._trained = max(self._trained, groups)
         self._more.set()
 

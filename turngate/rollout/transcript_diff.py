@@ -19,7 +19,7 @@ from turngate.errors import AgentError
 from turngate.trace.session import limit_message
 from turngate.types import DeliveredTurn, Message
 
-# A transcript with more additional turns than this is not compared, because that would take too long.
+# A transcript that exceeds the trace by more turns than this is not compared, because that would take too long.
 _MAX_EXTRA_TURNS = 10_000
 _MAX_DIFFERENCES = 100  # maximum number of differences in the result
 
@@ -42,7 +42,7 @@ def list_delivered_turns(trace: DecodedTrace) -> list[DeliveredTurn]:
 def compare_transcript(
     transcript: Transcript, folder: Path, recorded: Sequence[DeliveredTurn], stop: str
 ) -> tuple[int, list[str]]:
-    """Compare an untrusted transcript with the recorded turns. Return the number of its turns, and how they differ."""
+    """Compare an untrusted transcript with the recorded turns. Return the number of turns in the transcript, and the differences."""
     try:
         turns, differences = _compare_files(transcript, folder, recorded, stop)
     except (RecursionError, OSError) as error:

@@ -4,7 +4,7 @@
     url = "http://127.0.0.1:8000"
     model = "Qwen/Qwen3-8B"
     tokenizer = "/models/Qwen3-8B"
-    key_env = "VLLM_KEY"                # the NAME of the environment variable with its key
+    key_env = "VLLM_KEY"                # the NAME of the environment variable with the endpoint's key
 
 The part before `://` is the kind of endpoint, and the part after it is a name. A caller's own endpoint (`endpoint_url`) is accepted only if
 `allowed_hosts` lists its host. The server's keys are never sent to it.
@@ -69,10 +69,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     url: str | list[str] = ""  # a list of URLs means replicas; defaults to the provider's URL
     model: str = ""  # the endpoint's name for the model; defaults to the name in the key
     tokenizer: str = ""  # exact and gate: folder with tokenizer.json and a chat template
-    key_env: str = ""  # name of the environment variable with its key
+    key_env: str = ""  # name of the environment variable with the endpoint's key
     modes: list[Mode] = []  # the modes that callers may use; defaults to all supported modes
     mode: Mode | None = None  # the default mode; defaults to the first of `modes`
-    thinking: bool = False  # its chat template supports `enable_thinking`, so callers may set `thinking`
+    thinking: bool = False  # whether the chat template supports `enable_thinking`, so that callers may set `thinking`
     capture: Literal["auto", "tokens", "logprobs", "text"] = "auto"  # observe: what to request from the endpoint
     max_context: int | None = None  # the model's context length; defaults to the length that the engine reports
     model_folder: str = ""  # local: folder with config.json and model.safetensors
@@ -80,7 +80,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engine_api: Literal["completions", "generate"] = "completions"  # vLLM: the API that receives token ids
     family: str = "auto"  # renderer family: auto, template, or a family from the `renderers` package
     context_tokens: int | None = None  # the context length that agents are configured for; defaults to max_context
-    session: dict[str, Json] = {}  # more session settings: limits, sampling, policy …
+    session: dict[str, Json] = {}  # additional session settings: limits, sampling, policy …
     about: str = ""  # a one-line description for callers
 
     @property
@@ -242,9 +242,9 @@ class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gateway_name(self) -> str:
-        """The name of the gateway for this endpoint and mode, and of its folder.
+        """The name of the gateway for this endpoint and mode, and of the gateway's folder.
 
-        The digest at its end is long enough that a caller cannot construct a URL that yields the name of a different gateway.
+        The name ends with a digest, which is long enough that a caller cannot construct a URL that yields another gateway's name.
         """
         name = re.sub(r"[^A-Za-z0-9]+", "-", self.endpoint.key).strip("-")[:60]
         identity = [self.endpoint.key, self.mode, self.is_custom, self.endpoint.urls if self.is_custom else []]
@@ -335,7 +335,7 @@ class Catalog:
         exact = [f"{host}:{port}"] + ([host] if port == _PORTS[scheme] else [])
         if not any(name in self._hosts for name in exact):
             raise BadRequest(
-                f"endpoint_url has the host {host}:{port}, which is not in this server's allowed_hosts; choose an endpoint from its "
+                f"endpoint_url has the host {host}:{port}, which is not in this server's allowed_hosts; choose an endpoint from the "
                 "catalog",
                 param="endpoint_url",
             )

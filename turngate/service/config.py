@@ -51,7 +51,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     agents: list[str] = []  # the agents that callers may use: names or files; defaults to all presets except `shell`
     agent_options: dict[str, dict[str, str]] = {}  # options per agent
     running: Annotated[int, msgspec.Meta(ge=1)] = 8  # maximum concurrent rollouts
-    queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # maximum waiting rollouts; further ones are rejected
+    queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # maximum waiting rollouts; further rollouts are rejected
     queued_bytes: Bytes = 2_000_000_000  # maximum bytes uploaded for active rollouts; further rollouts are rejected
     starting: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent sandbox starts; defaults to 2 × CPU cores
     grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent gradings; defaults to one per CPU core
@@ -59,7 +59,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     setup_timeout_s: Positive = 900.0  # time limit of setup_shell
     test_timeout_s: Positive = 900.0  # time limit of test_script
     keep: Annotated[int, msgspec.Meta(ge=1)] = 2000  # rollouts to remember; older ones are deleted
-    keep_work: bool = True  # keep the agents' working folders on disk for as long as their rollouts
+    keep_work: bool = True  # keep each agent's working folder on disk for as long as its rollout is remembered
     clamp: Clamp = Clamp()  # limits on the large fields of a result, see below
 
     def check(self) -> ServiceConfig:

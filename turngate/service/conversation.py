@@ -73,7 +73,7 @@ def _take_logprobs(index: int, turn: TurnView, truncator: Truncator, remaining: 
         return turn.logprobs, remaining
     size = len(turn.logprobs)
     if size > remaining:  # a partial list could be mistaken for a complete one
-        truncator.notes.append(f"turns[{index}].logprobs: left out (null, {size:,} in total); the trace has them")
+        truncator.notes.append(f"turns[{index}].logprobs: all {size:,} values left out (null); the trace has them")
         return None, remaining
     return turn.logprobs, remaining - size
 

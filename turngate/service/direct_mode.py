@@ -1,9 +1,9 @@
 """Direct mode: the agent calls the endpoint itself, and only the agent's own logs are kept.
 
 A sandbox can reach only its gateway. In direct mode, a `Forwarder` takes the gateway's place: it forwards model calls to one endpoint and
-returns the replies unchanged. It adds no key, removes the agent's key headers and the session's key from the query, and does not follow
-redirects. It also counts completed generations, and records errors and silence of the endpoint. As in the other modes, the agent is not at
-fault if its endpoint is down, fails or stops responding. The rollout uses `DirectModeClient` in place of a gateway's client.
+returns the replies unchanged. It adds no key, strips credential headers and the session's key, and does not follow redirects. It also
+counts completed generations, and records when the endpoint fails or goes silent. As in the other modes, the agent is not at fault if
+its endpoint is down, fails or stops responding. The rollout uses `DirectModeClient` in place of a gateway client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from turngate.types import Json
 PLACEHOLDER = "none"  # the API key that the agent gets
 _SILENCE_S = 600.0
 _MAX_BODY = 64 * 1024 * 1024
-# Without this header, a relay takes the reply for an error page of a dead tunnel, and retries.
+# Without this header, a relay mistakes the reply for the error page of a dead tunnel, and retries.
 _GATEWAY_HEADERS = {GATEWAY_HEADER: "1"}
 _CREDENTIAL_HEADERS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "proxy-authorization")
 # Path suffixes of calls that sample. Only these calls show whether the endpoint is healthy.
@@ -189,7 +189,7 @@ def _error_response(status: int, message: str) -> web.Response:
 
 
 class DirectModeClient(GatewayClient):
-    """Takes the place of a gateway's client in direct mode. It records nothing, and passes the rollout's stages to `on_event`."""
+    """Takes the place of a gateway client in direct mode. It records nothing, and passes the rollout's stages to `on_event`."""
 
     def __init__(self, url: str, forwarder: Forwarder, on_event: Callable[[str, dict[str, Json]], None]) -> None:
         super().__init__(url, PLACEHOLDER)

@@ -54,7 +54,7 @@ class RolloutEventLog:
             await self._copy(active, client, wait=True)
 
     async def drain(self, active: ActiveRollout, client: GatewayClient) -> None:
-        """Append the remaining events of the gateway after the rollout has ended."""
+        """Append the gateway's remaining events after the rollout has ended."""
         async with asyncio.timeout(_DRAIN_S):
             await self._copy(active, client, wait=False)
 
@@ -72,7 +72,7 @@ class RolloutEventLog:
             await asyncio.sleep(pause_s)
 
     def _append_from_gateway(self, active: ActiveRollout, event: GatewayEvent) -> bool:
-        """Store an event of the gateway unless it is already stored. Return False if that fails and the event must be read again."""
+        """Store a gateway event unless it is already stored. Return False if that fails and the event must be read again."""
         if event.seq > active.seq:
             self.append(active, event.kind, event.data, seq=event.seq, at=event.time)
         return active.seq >= event.seq

@@ -37,7 +37,9 @@ def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: 
         outcome.status = "cancelled"
     is_recorded = active.choice.mode != "direct"
     if not is_recorded:
-        calls = "" if outcome.calls is None else f"; it made {outcome.calls} call{'' if outcome.calls == 1 else 's'}"
+        calls = (
+            "" if outcome.calls is None else f"; the agent made {outcome.calls} call{'' if outcome.calls == 1 else 's'}"
+        )
         active.notes.append(report.DIRECT_NOTE + calls)
     return msgspec.structs.replace(
         state,

@@ -2,7 +2,7 @@
 
 Each gateway has its own folder, `DATA/gateways/NAME`. Traces survive a restart, and `turngate show --data` and feeds can read them. A
 `gateway://` entry in the catalog is a gateway that is already running. The gateway of a caller's own endpoint stops when its last rollout
-ends. Its folder is deleted when the service forgets the last rollout that used it.
+ends. Its folder is deleted when the service forgets the last rollout that used the gateway.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _admin_key(name: str) -> str:
     if not key or not key.isprintable():
         problem = "contains unprintable characters" if key else "is not set"
         raise ConfigError(
-            f"key_env names the environment variable {name}, which {problem}; set it to the gateway's admin key",
+            f"key_env names the environment variable {name}, which {problem}; set {name} to the gateway's admin key",
             param="key_env",
         )
     return key

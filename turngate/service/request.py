@@ -163,7 +163,7 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class TaskRolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of the Python API, in this process, for one rollout of a `Task`. Remote callers cannot make such requests."""
+    """An in-process request from the Python API for one rollout of a `Task`. Remote callers cannot make such requests."""
 
     task: Task
     model_key: str

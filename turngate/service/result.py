@@ -118,8 +118,8 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a rollout.
 
-    The service emits `queued`, `started`, `abort` and `ended`. The gateway emits all others, except in direct mode, where the service
-    does.
+    The service emits `queued`, `started`, `abort` and `ended`. The gateway emits all other events. In direct mode, which has no
+    gateway, the service emits them instead.
     """
 
     cursor: int  # 1, 2, 3 … within the rollout

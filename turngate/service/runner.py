@@ -62,7 +62,7 @@ class RolloutRunner:
         await asyncio.gather(*self._supervisors)
 
     async def _run(self, active: ActiveRollout) -> Outcome:
-        """Do the work of a rollout, which an abort cancels. Connections stay open afterwards, so that the last events can be read."""
+        """Do the work of a rollout. An abort cancels this method. Connections stay open afterwards, so that the last events can be read."""
         async with self._slots:
             active.running = True
             active.seconds["queued"] = active.wall_s

@@ -1,7 +1,7 @@
 """The Ray actor of a cell: passes orders to the process that runs them (`order_runner.py`), and returns their results.
 
-An order is identified by its session and runs only once, even if `run` is called several times. A driver can therefore repeat a call that
-failed before it returned.
+An order is identified by its session and runs only once, even if `run` is called several times. A driver can therefore safely repeat a
+failed call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from turngate.rollout.order import decode_order
 from turngate.store.projects import DEFAULT_PROJECT
 from turngate.tasks.archive_cache import ArchiveCache
 
-DATA_FOLDER = "TURNGATE_CELL_DATA"  # environment variable that sets the folder for the cells of a node
+DATA_FOLDER = "TURNGATE_CELL_DATA"  # environment variable that sets the folder for a node's cells
 DEFAULT_FOLDER = "~/.local/share/turngate/cells"
 _MAX_LINE_BYTES = 64_000_000
 _KEPT_RESULTS = 10_000  # how many results are kept for repeated calls

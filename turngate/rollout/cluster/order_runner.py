@@ -161,7 +161,7 @@ def claim_folder(place: str, shared: str) -> Path:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"{root} cannot be written to ({error.strerror}); set TURNGATE_CELL_DATA on this node to a folder for its cell"
+                f"{root} cannot be written to ({error.strerror}); set TURNGATE_CELL_DATA on this node to a writable folder"
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -101,7 +101,7 @@ def explain_no_room(nodes: Iterable[RayNodeView], demand: Demand) -> str:
     shown = "; ".join(reasons[:5]) + (f"; and {len(reasons) - 5} more" if len(reasons) > 5 else "")
     return (
         f"no node of the Ray cluster has room for a rollout: {shown or 'the cluster has no live node'}; start more nodes, or "
-        "ask for less (on the command line: --cpus, --memory-mb, --ray-label)"
+        "lower the requirements (on the command line: --cpus, --memory-mb, --ray-label)"
     )
 
 

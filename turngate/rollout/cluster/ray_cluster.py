@@ -170,7 +170,10 @@ class RayCluster:
                     self.note(f"cell on {node.name} is ready (slots: {slots})")
                     return
                 case RunnerReady(version=version):
-                    problem = f"the node has Turngate {version}, the driver {turngate.__version__}; install the same version on both"
+                    problem = (
+                        f"the node has Turngate {version}, but the driver has {turngate.__version__}; install the same version "
+                        "on both"
+                    )
                 case RunnerFailed():
                     problem = reply.message
                 case _:
@@ -193,7 +196,7 @@ class RayCluster:
     async def _poll(self, cell: PlacedCell) -> None:
         """Read the progress of a cell's orders, and pass it to their callbacks. If the call fails, the next poll repeats it.
 
-        If the actor has died, remove the cell, so that it gets no more orders. They could only fail.
+        If the actor has died, remove the cell, because further orders to it would fail.
         """
         try:
             async with asyncio.timeout(_POLL_S):

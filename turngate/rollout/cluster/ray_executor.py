@@ -68,7 +68,7 @@ class RayExecutor:
 
 
 class TaskArchives:
-    """Stores the archives of a batch's tasks in Ray's object store, each of them once."""
+    """Stores the archives of a batch's tasks in Ray's object store, each only once."""
 
     def __init__(self, cluster: RayCluster, tasks: tuple[Task, ...], project: str) -> None:
         self._connection = cluster.connection
@@ -126,7 +126,7 @@ class SharedAttempts:
         return any(row.attempt == order.attempt and row.state == "superseded" for row in attempts)
 
     async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
-        """Supersede an attempt once the lease of its cell has ended. Return its recorded result, or a lost result if there is none."""
+        """Supersede an attempt once its cell's lease has ended. Return the recorded result, or a result marked as lost if there is none."""
         settled = await retry_while_unreachable(
             lambda: supersede_after_lease(self._gateway, order.rollout, order.attempt, order.session_id),
             limit_s=_GATEWAY_S,

@@ -1,7 +1,7 @@
 """Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls. The only module that imports Ray.
 
-Ray has no documented function that returns the free resources of each node or the draining nodes. This module uses two private functions
-for that, which Ray's own libraries use, too.
+Ray has no documented function that returns the free resources of each node or the draining nodes. This module therefore uses two private
+functions, which Ray's own libraries also use.
 """
 
 from __future__ import annotations
