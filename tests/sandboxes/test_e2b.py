@@ -89,7 +89,7 @@ async def test_refused_lease_renewal_is_logged_and_sandbox_ends(
     async with remote.sandbox({"lease_s": paced(1)}) as sandbox:
         standin.max_timeout_s = 1
         with caplog.at_level(logging.WARNING):
-            await until(lambda: "so it will end" in caplog.text)
+            await until(lambda: "so the sandbox will end" in caplog.text)
         assert KEY not in caplog.text
         await until(lambda: not remote.machine(sandbox).alive)
 

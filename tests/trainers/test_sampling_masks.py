@@ -249,7 +249,7 @@ async def test_rows_that_cannot_be_computed_are_refused(tmp_path: Path) -> None:
         unknown = RaggedArray.from_lists([[*each, engine.model.shape.vocabulary] for each in column.values.lists()])
         rows[2] = msgspec.structs.replace(rows[2], side={MASK: msgspec.structs.replace(column, values=unknown)})
         measured = learner.gradients(rows, version=0)
-        assert "ids that are not in the model's vocabulary" in measured.refused[1] and measured.compared == 1
+        assert "ids outside the model's vocabulary" in measured.refused[1] and measured.compared == 1
 
 
 async def test_masked_tokens_get_no_gradient(tmp_path: Path) -> None:

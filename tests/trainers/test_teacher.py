@@ -271,7 +271,7 @@ def test_unknown_policy_tokenizer_is_an_error(recording: Recording, server: Teac
     with sqlite3.connect(recording.data / "turngate.db") as db:
         db.execute("DELETE FROM settings WHERE name LIKE 'tokenizer:%'")
     db.close()
-    with pytest.raises(ConfigError, match="pass the folder of the tokenizer"):
+    with pytest.raises(ConfigError, match="pass --tokenizer with the folder"):
         recording.export("rows", teacher=config(server))
     rows, _ = recording.export("rows", teacher=config(server), tokenizer=str(tokenizer().folder))
     check_row(rows[0])
