@@ -295,7 +295,7 @@ def test_missing_source_is_error(source: str) -> None:
 
 
 def test_empty_source_is_error(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"has no instruction.md, no folders with one"):
+    with pytest.raises(TaskError, match=r"contains no instruction.md, no task folders"):
         ids(tmp_path)
     with pytest.raises(TaskError, match="has no tasks"):
         ids(write_lines(tmp_path / "t.jsonl"))

@@ -258,7 +258,7 @@ def _write_files(result: BatchResult, console: Console) -> list[str]:
 
 
 class BatchDisplay(LiveDisplay):
-    """Shows the progress of a batch: in a few live lines on a terminal, or else as a new line every few seconds."""
+    """Shows the progress of a batch: on a terminal as a few live lines, and otherwise as a new line every few seconds."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console)

@@ -345,8 +345,8 @@ def _describe_tool(name: str, tools: MessagesTools | None, where: str) -> str:
 def _decode_tool(wire: _WireTool, where: str) -> Tool:
     if wire.type not in (None, "custom"):
         raise BadRequest(
-            f"{where}.type: tools of type {wire.type!r} are not supported, because only Anthropic's own models and servers can "
-            "run them; remove the tool, or declare your own tool with a name and an input_schema",
+            f"{where}.type: tools of type {wire.type!r} are not supported, because they are built into Anthropic's own models or "
+            "run on its servers; remove the tool, or declare your own tool with a name and an input_schema",
             param=f"{where}.type",
         )
     if not wire.name:

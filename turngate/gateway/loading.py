@@ -47,7 +47,7 @@ class TimeSlicer:
     def run(self, job: Job) -> asyncio.Future[None]:
         """Run a job: a function that is called with a number of seconds, works for about that long, and returns whether the job is done.
 
-        The returned future is done when the job is done, or has the job's error. If the future is cancelled, the job is dropped.
+        The returned future completes when the job is done, and raises the job's error if it fails. Cancelling the future drops the job.
         """
         return self._add(self._jobs, job)
 

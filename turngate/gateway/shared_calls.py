@@ -53,7 +53,7 @@ def _is_loopback(host: str | None) -> bool:
 
 
 class SharedCalls:
-    """Reports the calls of one process of a cell, and uses the reports of other cells."""
+    """Reports the calls of one process of a cell, and uses the reports of the other processes, in this cell and in others."""
 
     def __init__(self, shares: FairShares, pool: Pool, fence: Fence) -> None:
         self._shares = shares
@@ -76,7 +76,7 @@ class SharedCalls:
         return msgspec.json.encode(report).decode()
 
     def update(self, reports: Sequence[str], fresh_s: float) -> None:
-        """Use the reports of the other cells for the next `fresh_s` seconds."""
+        """Use the reports of the other processes for the next `fresh_s` seconds."""
         self._cells = len(reports)
         engines = self._engines
         decoded = [report for text in reports if (report := self._decode(text)) is not None]
@@ -89,7 +89,7 @@ class SharedCalls:
         except msgspec.MsgspecError as error:
             if not self._has_warned:
                 log.warning(
-                    "cannot read the report of another cell: %s; its calls do not count when the engines are divided between "
+                    "cannot read the report of another process: %s; its calls do not count when the engines are divided between "
                     "projects. Run the same version of Turngate in all cells",
                     error,
                 )

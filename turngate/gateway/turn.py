@@ -211,7 +211,7 @@ class TurnPipeline:
             self._fence.leave()
 
     async def _pass_fence(self, session: Session, timing: CallTiming) -> None:
-        """Wait while calls are held, for a weight update or because a cell has no lease. The session's time limit still applies."""
+        """Wait while calls are held: during a weight update, or while a cell has no lease. The session's time limit still applies."""
         if self._fence.admits:
             await self._fence.enter()  # without waiting
             return

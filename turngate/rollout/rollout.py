@@ -241,7 +241,10 @@ class Rollout:
             self.outcome.calls = connection.generations
 
     async def _seal_session(self) -> TurngateError | None:
-        """Seal the session, so that it allows no more turns. Errors are returned, not raised, so that the agent's files are saved first."""
+        """Seal the session, so that it allows no more turns.
+
+        An error is returned, not raised, so that the caller can save the agent's files first.
+        """
         status = self._update_outcome().status
         try:
             async with self._stages.enter("seal"):

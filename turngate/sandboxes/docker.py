@@ -546,7 +546,7 @@ async def _build_image(folder: Path) -> str:
 
 
 def _last_lines(stderr: str, count: int = 12) -> str:
-    """Return the last lines of a log, without colors and progress bars."""
+    """Return the last lines of a log, with colors and progress bars removed."""
     plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]", "", stderr)
     lines = [line.rpartition("\r")[2].rstrip() for line in plain.replace("\r\n", "\n").split("\n")]
     clean = ["".join(c for c in line if c.isprintable() or c == "\t")[:300] for line in lines if line]

@@ -96,7 +96,7 @@ async function tryOnce(incoming, body, headers, outgoing, gone) {
   try {
     const reply = await waitForReply(request, body, target);
     if ((reply.statusCode === 404 || reply.statusCode >= 500) && !(GATEWAY_HEADER in reply.headers)) {
-      throw new NoAnswer(`a reply with status ${reply.statusCode} did not come from the gateway`);
+      throw new NoAnswer(`received a reply with status ${reply.statusCode}, but not from the gateway`);
     }
     await passReply(reply, outgoing);
   } finally {
@@ -215,7 +215,7 @@ function trySocket(incoming, headers, socket, rest, gone) {
     });
     waitForReply(request, "", target).then(async (reply) => {
       if ((reply.statusCode === 404 || reply.statusCode >= 500) && !(GATEWAY_HEADER in reply.headers)) {
-        throw new NoAnswer(`a reply with status ${reply.statusCode} did not come from the gateway`);
+        throw new NoAnswer(`received a reply with status ${reply.statusCode}, but not from the gateway`);
       }
       socket.write(replyHead(reply, ["connection: close"]));
       reply.pipe(socket);

@@ -381,7 +381,7 @@ class HttpRelay:
             reply = waiting.result()
             from_gateway = GATEWAY_HEADER in dict(reply.headers)
             if self.give_up_s and (reply.status == 404 or reply.status >= 500) and not from_gateway:
-                raise NoAnswer(f"a reply with status {reply.status} did not come from the gateway")
+                raise NoAnswer(f"received a reply with status {reply.status}, but not from the gateway")
             if reply.status == 101:
                 return await pass_socket(reply, reader, upstream, client)
             return await pass_reply(request, reply, reader, client.writer)

@@ -98,7 +98,7 @@ class ShellJob:
         self._watch.cancel()
 
     def settle(self, error: SandboxError | None) -> None:
-        """Record that the command ended because its sandbox was stopped or, if stopping failed, record the error."""
+        """Record that the command ended because its sandbox was stopped. If stopping failed, record the error instead."""
         self._stopped = error is None
         if self._code.done():
             return

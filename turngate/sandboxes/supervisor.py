@@ -44,7 +44,10 @@ RunCommand = Callable[[Any, int, int, int], None]  # the order, stdin, stdout an
 
 
 class TakeOver(BaseException):
-    """Raised in the process of a preloaded command to unwind its stack. The outermost frame of the fork server then runs the command."""
+    """Raised in a process that was forked to run a preloaded command.
+
+    It unwinds the stack to the fork server's outermost frame, which then runs the command.
+    """
 
 
 def supervise(control: socket.socket, life_s: float, folders: list[str], run: RunCommand) -> None:

@@ -198,7 +198,7 @@ class Tunnel:
             async with session.get(f"{self.url}/health", allow_redirects=False) as reply:
                 if GATEWAY_HEADER in reply.headers:
                     return ""
-                return f"a reply with status {reply.status} did not come from the gateway"
+                return f"received a reply with status {reply.status}, but not from the gateway"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 

@@ -253,9 +253,9 @@ class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Catalog:
-    """The endpoints in the settings, and the rules for callers' own endpoints.
+    """The endpoints in the settings, and the rules for endpoints that callers supply.
 
-    `allowed_hosts` lists the hosts that callers' own endpoints may have, as HOST or HOST:PORT. They are matched exactly.
+    `allowed_hosts` lists the hosts that a caller's endpoint may use, as HOST or HOST:PORT. Hosts must match exactly.
     """
 
     def __init__(self, endpoints: Mapping[str, Endpoint], allowed_hosts: Sequence[str] = ()) -> None:
@@ -293,8 +293,8 @@ class Catalog:
             )
         if thinking is not None and not endpoint.thinking:
             raise BadRequest(
-                f"{endpoint.key} does not support 'thinking', because the server's settings do not enable it for this endpoint; omit "
-                "the argument, or set `thinking` for the endpoint if its chat template has enable_thinking",
+                f"'thinking' is not enabled for {endpoint.key} in the server's settings; omit the argument or, if the endpoint's chat "
+                "template has enable_thinking, set thinking = true in the endpoint's entry in the settings",
                 param="thinking",
             )
         if chosen != "direct" and not endpoint_url and not key_is_set(endpoint):

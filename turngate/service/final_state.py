@@ -138,7 +138,7 @@ def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo |
 
 
 def _apply_grade(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """Return the state with the grade from `outcome` events and from the stage event `done`, which also contains the status."""
+    """Add the grade to the state. `outcome` events and the stage event `done` contain it; `done` also contains the status."""
     for event in events:
         if event.kind == "stage" and event.data.get("stage") == "done":
             status, kind = event.data.get("status"), event.data.get("class")

@@ -157,7 +157,7 @@ class OutboxTable:
     def find_due(self, now: float, limit: int) -> list[UnshippedSession]:
         """Return the sessions to ship, longest due first.
 
-        If a session is due more than `ABANDONED_S` from now, the clock was set back, and the session is shipped now.
+        A session that is due more than `ABANDONED_S` from now is returned too, because the clock must have been set back.
         """
         query = "SELECT session, cell, revision FROM outbox WHERE (due<=? OR due>?) AND error='' ORDER BY due, session LIMIT ?"
         with self._reading() as db:

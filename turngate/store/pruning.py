@@ -82,7 +82,7 @@ class _Pruner:
         self._is_stopping = is_stopping
 
     def archive(self, sessions: Sequence[OldSession], archive: SessionArchive) -> None:
-        """Write sessions to the archive file by file, and remove them from the store after each file.
+        """Write sessions to the archive, one file at a time. After each file, remove its sessions from the store.
 
         A session that the archive already contains is removed without being written again.
         """

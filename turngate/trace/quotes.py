@@ -35,7 +35,7 @@ _MAX_COMPARED = 16_000_000  # twice the maximum total size, in characters, of th
 
 
 def take_excerpts(message: Message) -> tuple[str, ...]:
-    """Return excerpts by which a turn can be recognized: from its first tool calls or, without calls, its longest lines."""
+    """Return excerpts by which a turn can be recognized: from its first tool calls or, if it has none, from its longest lines."""
     if message.tool_calls:
         calls = message.tool_calls[:_MAX_EXCERPTS]
         split = (_SPLIT_ARGUMENTS.split(call.arguments[:_MAX_ARGUMENTS]) for call in calls)
@@ -89,9 +89,9 @@ def _find_question(root: Context) -> bytes:
 
 
 def _split_into_parts(text: str) -> Iterator[str]:
-    """Yield every part of a text that begins and ends at a line break.
+    """Yield every span of whole lines in a text.
 
-    If there are too many lines, split the text into paragraphs instead. If there are still too many, use only the first and last ones.
+    If there are too many lines, yield spans of whole paragraphs instead. If there are too many paragraphs, use only the first and last few.
     """
     limit = max(2, min(_MAX_LINES, isqrt(_MAX_COMPARED // (len(text) + 1))))
     starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text) + 1]

@@ -276,7 +276,7 @@ class _Structure:
         return len(turns) == 1 and 0 <= turns[0].info.text_size <= _MAX_LABEL and not turns[0].info.arguments
 
     def _find_summary_before(self, root: Context, quotes: tuple[int, ...]) -> None:
-        """If this conversation begins with a summary, give the turn that wrote the summary the role `summary`."""
+        """If this conversation begins with a summary, set the role of the turn that wrote it to `summary`."""
         quoted = [self._by_id[node] for node in quotes if node in self._by_id]
         summary = find_summary(self._trace, quoted, has_tools=root.info.has_tools)
         if summary is not None and summary.root is not root:

@@ -127,7 +127,7 @@ class SharedOverview:
         return self._find(store, session).damage
 
     def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
-        """Return a rollout's row, and the reason why the rollout cannot be retried, or "" if it can."""
+        """Return a rollout's row and why the rollout cannot be retried. The reason is "" if it can be retried."""
         self.refresh(store)
         listed = self._find(store, session)
         row = to_row(listed, time.time())

@@ -39,9 +39,9 @@ class ShipmentTarget(Protocol):
         """
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the ids of the sessions that the shared store does not have, or has without their newest event.
+        """Return the ids of the sessions that the shared store lacks, or whose newest event it lacks.
 
-        Each item of `sessions` is a session id and the number of that session's newest event.
+        Each item of `sessions` is a pair: a session id, and the number of that session's newest event.
         """
 
 

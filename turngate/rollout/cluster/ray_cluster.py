@@ -212,7 +212,7 @@ class RayCluster:
                 callback(progress)
 
     def rest(self, cell: PlacedCell) -> None:
-        """Send a cell no orders for a while. It has refused one, probably because it cannot reach the shared store."""
+        """Stop sending orders to a cell for a while, because it refused one. It probably cannot reach the shared store."""
         if not cell.load.is_resting:
             self.note(f"the cell on {cell.node.name} accepts no rollouts; trying again in {_REST_S:.0f} s")
         cell.load.is_resting = True

@@ -62,7 +62,7 @@ class ExportRoutes:
         return await self._export(f"{name}.{format}.jsonl", format, group, group)
 
     async def _export(self, name: str, format: str, selected: Members, group: Members) -> Response:
-        """Export the selected rollouts. Damaged rollouts are omitted, and a response header contains their number."""
+        """Export the selected rollouts. Damaged rollouts are skipped, and a response header says how many."""
         damaged = 0
         for session, key in selected:
             damaged += await self._reader.run(partial(self._views.damaged, session=session, key=key))

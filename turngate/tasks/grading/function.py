@@ -90,7 +90,7 @@ class Subject:
 class _SubjectSandbox:
     """The sandbox of a subject, created when it is first used.
 
-    It records faults of the sandbox and the gateway, so that a function that catches the exception cannot turn a fault into a reward.
+    It records sandbox and gateway faults. A function that catches such an exception and returns a reward is still reported as a fault.
     """
 
     def __init__(

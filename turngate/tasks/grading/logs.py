@@ -125,7 +125,10 @@ def _parse_summary_line(line: str) -> tuple[str, CaseOutcome] | None:
 
 
 def _strip_reason(text: str) -> str:
-    """Return the test's name from `path::test[a - b] - why`. A parameter may contain any text and ends with a bracket."""
+    """Return the test's name from `path::test[a - b] - why`.
+
+    Parameters may contain " - ", so the reason starts after the closing bracket.
+    """
     at = text.find(" - ")
     first = at
     while at >= 0:

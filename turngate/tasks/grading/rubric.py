@@ -64,8 +64,8 @@ def _combine_turn_rewards(rubric: Rubric, grades: Mapping[str, Grade], reward: f
     without = [part.name for part in rubric.parts if part.weight and given[part.name] is None]
     if without and any(one.kind == "part" for one in combined):
         raise TaskError(
-            f"task: some parts of the rubric ({', '.join(without)}) give no turn rewards, but others give rewards of kind 'part', which "
-            "must add up to the whole reward; use kind 'extra', or give turn rewards in every part",
+            f"task: turn rewards of kind 'part' must add up to the whole reward, but some parts of the rubric give no turn rewards: "
+            f"{', '.join(without)}; add turn rewards to them, or use kind 'extra'",
             param="rubric",
         )
     try:

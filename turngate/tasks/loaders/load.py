@@ -140,7 +140,7 @@ def _folder_candidates(path: Path) -> Iterator[Candidate]:
     files = _find_row_files(path)
     if not files:
         raise TaskError(
-            f"task: {path} has no instruction.md, no folders with one, and no .jsonl or .parquet files; specify a folder with tasks",
+            f"task: {path} contains no instruction.md, no task folders, and no .jsonl or .parquet files; specify a folder with tasks",
             param="tasks",
         )
     for file in files:

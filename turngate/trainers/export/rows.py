@@ -94,7 +94,10 @@ def list_side_columns(choices: ExportChoices) -> dict[str, str]:
 def compute_group_advantages(
     group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions
 ) -> Iterator[tuple[RecordedRollout, float | None]]:
-    """Yield each selected rollout with its advantage. Count rollouts without rows or with too large a reward in `exclusions` instead."""
+    """Yield each selected rollout with its advantage.
+
+    Rollouts without rows, or whose reward is too large, are counted in `exclusions` and not yielded.
+    """
     rollouts = [*group.selected, *group.others]
     # As in a feed, the baseline ignores rollouts with nothing to train on.
     rewards = [rollout.reward if rollout.rows else None for rollout in rollouts]

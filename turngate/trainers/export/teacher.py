@@ -61,7 +61,7 @@ def _require_scores(summary: TeacherSummary) -> None:
 
 
 class _PolicyTokenizers:
-    """Finds the tokenizers with which sessions were recorded, by the digests of their vocabularies."""
+    """Finds the tokenizer that has a given vocabulary, among those with which the sessions were recorded."""
 
     def __init__(self, source: RolloutSource, given: str) -> None:
         self._source = source
