@@ -212,7 +212,7 @@ _EMPTY_HISTORY = _EmptyHistory()
 
 
 def _request_key(wire: WireRequest) -> tuple[object, ...]:
-    """Return the verb, model and query of a request, without an API key in the query, so that sessions with different API keys share frames."""
+    """Return the verb, model and query of a request. An API key in the query is left out: frames do not depend on the caller's key."""
     return wire.verb, wire.model, *sorted(item for item in wire.query.items() if item[0] != "key")
 
 

@@ -226,7 +226,10 @@ class _LazyBackend:
 
 
 class _FastEncoder:
-    """A tiktoken encoder with the tokenizer's vocabulary. It supports only byte-level BPE in which a single regular expression splits the text."""
+    """A tiktoken encoder with the tokenizer's vocabulary.
+
+    It supports only byte-level BPE in which a single regular expression splits the text.
+    """
 
     def __init__(self, encoding: tiktoken.Encoding, rank_to_id: list[int], *, nfc: bool, added: dict[str, int]) -> None:
         self._encoding = encoding

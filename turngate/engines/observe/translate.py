@@ -153,7 +153,7 @@ def parse_arguments(text: str) -> dict[str, Json]:
 
 
 def list_unsupported(call: Call, *supported: str) -> list[str]:
-    """Return which of `thinking_budget`, `verbosity` and `chat_template_kwargs` the call sets although `supported` does not contain them."""
+    """Return which of `thinking_budget`, `verbosity` and `chat_template_kwargs` the call sets although `supported` lacks them."""
     requested = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
     requested += ["chat_template_kwargs"] if call.template_kwargs else []
     return [name for name in requested if name not in supported]
