@@ -270,7 +270,7 @@ def mark_restored(
         str, typer.Option(help="Data folder, or postgresql:// address of a shared store.")
     ] = "turngate-data",
 ) -> None:
-    """Mark a store as restored from a backup, so that nothing is trained twice.
+    """Mark a store as restored from a backup, so that no session is trained on twice.
 
     Cells do this themselves if the shared store lacks a session that they have shipped.
     """

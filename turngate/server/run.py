@@ -182,7 +182,7 @@ def answer_when_stopping(app: App) -> App:
 class GatewayServer(uvicorn.Server):
     """A uvicorn server that aborts calls in flight on shutdown.
 
-    The tokens sampled so far are then recorded, and the agents receive an answer.
+    Each call then records the tokens sampled so far, and its reply asks the agent to try again.
     """
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:

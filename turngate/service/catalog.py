@@ -313,7 +313,7 @@ class Catalog:
             if match is None or not KINDS.get(match[1], EndpointKind()).speaks:
                 kinds = [name for name, kind in KINDS.items() if kind.speaks]
                 raise BadRequest(
-                    f"model_key must have the form KIND://MODEL if endpoint_url is set, not {model_key[:80]!r} (kinds: "
+                    f"if endpoint_url is set, model_key must have the form KIND://MODEL, not {model_key[:80]!r} (kinds: "
                     f"{', '.join(kinds)})",
                     param="model_key",
                 )

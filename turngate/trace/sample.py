@@ -176,7 +176,7 @@ def find_exclusion(refused: RefusedCalls | None, policy: TrainingPolicy) -> str:
 
 
 def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy, masked: bool = True) -> str:
-    """Return why a turn by itself cannot be trained, or "". `find_untrained` also considers the whole session.
+    """Return why a turn cannot be trained, or "" if it can. Only the turn is considered; `find_untrained` also considers its session.
 
     `masked` says whether the trainer receives the turn's sampling masks, if they were recorded.
     """

@@ -39,7 +39,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The sources of an agent's signals. The first source that has a value and the first rule that matches are used."""
+    """The sources of an agent's signals.
+
+    `thread` and `parent` use the first of their sources that has a value. The first rule that matches sets the role.
+    """
 
     thread: tuple[str, ...] = ()  # sources of the conversation's name
     parent: tuple[str, ...] = ()  # sources of the name of the conversation that started it

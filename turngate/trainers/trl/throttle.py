@@ -23,7 +23,7 @@ class RowConsumer(Protocol):
         """The number of the last delivery up to which the trainer has taken every row."""
 
     def row_taken(self) -> Awaitable[None]:
-        """Wait until `consumed` may have changed."""
+        """Wait until the trainer takes a row. It may return early, so check `consumed` again."""
 
 
 class DeliveryThrottle:

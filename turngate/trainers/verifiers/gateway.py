@@ -144,7 +144,7 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
             )
         except unreachable as error:
             why = str(error) or type(error).__name__
-            raise vf.InterceptionError(f"cannot reach gateway {self.url} for {verb}: {why}") from error
+            raise vf.InterceptionError(f"cannot reach the gateway: {method} {url} failed: {why}") from error
 
     async def _send(self, method: str, url: str, body: Mapping[str, Json] | None, gone: bool) -> bytes:
         assert self._http is not None, "use it as a context manager"
