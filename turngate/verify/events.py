@@ -139,8 +139,8 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
 def _check_superseded(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
     """Check that the superseded attempts are the ones that events report.
 
-    If a lost cell ships a session whose attempt was already superseded, the `superseded` event precedes the opening event. Other such events
-    before the opening event are ignored: they belong to a deleted session with the same id.
+    If a lost cell ships a session whose attempt was already superseded, the `superseded` event precedes the opening event. Other
+    `superseded` events before the opening event are ignored: they belong to a deleted session with the same id.
     """
     attempts = session.related.attempts or ()
     stored = sorted(((a.rollout, a.attempt) for a in attempts if a.state == "superseded"), key=str)
