@@ -241,7 +241,7 @@ async def test_attempts_are_bounded() -> None:
         assert sum(len(replica.received) for replica in replicas) == 3
 
 
-async def test_down_replica_is_tried_if_all_are_down() -> None:
+async def test_call_checks_down_replicas_if_all_are_down() -> None:
     only = Replica(0, fail_before=True)
     async with pool_of(only, check_s=60, backoff_s=60) as pool:
         for _ in range(2):
@@ -250,6 +250,55 @@ async def test_down_replica_is_tried_if_all_are_down() -> None:
         only.turn = {}
         assert await served_by(pool, "s") == 0
         assert [health.ok for health in await pool.health()] == [True]
+
+
+async def test_call_gets_the_replica_that_returned_first() -> None:
+    replicas = Replica(0), Replica(1)
+    async with pool_of(*replicas, check_s=60, backoff_s=60) as pool:
+        home = await served_by(pool, "s")
+        for replica in replicas:
+            replica.ok = False
+        for _ in range(2):
+            await pool.check()
+        with pytest.raises(EngineUnavailable, match="switched off"):
+            await served_by(pool, "s")
+        assert sum(len(replica.received) for replica in replicas) == 1  # a failed check is enough
+        replicas[1 - home].ok = True
+        assert await served_by(pool, "s") == 1 - home
+
+
+async def test_concurrent_calls_share_one_check() -> None:
+    class Slow(Replica):
+        async def health(self) -> list[Health]:
+            await asyncio.sleep(0.01)
+            return await super().health()
+
+    slow = Slow(0)
+    slow.ok = False
+    async with pool_of(slow, check_s=60, backoff_s=60) as pool:
+        before = slow.checks
+        calls = [asyncio.create_task(served_by(pool, f"s{n}")) for n in range(20)]
+        await asyncio.sleep(0)
+        calls[0].cancel()  # the others still get the result
+        assert all(
+            isinstance(error, EngineUnavailable) for error in (await asyncio.gather(*calls, return_exceptions=True))[1:]
+        )
+        assert slow.checks == before + 1
+        slow.ok = True
+        assert await served_by(pool, "s0") == 0
+
+
+async def test_successful_call_does_not_bring_replica_up() -> None:
+    """A call that began earlier says nothing about the weights that the engine has now."""
+    slow = Replica(0, delay_s=0.05)
+    async with pool_of(slow, check_s=60, backoff_s=60) as pool:
+        call = asyncio.create_task(served_by(pool, "s"))
+        await eventually(lambda: slow.in_flight == 1)
+        slow.ok = False
+        for _ in range(2):
+            await pool.check()
+        assert await call == 0
+        assert not pool.accepts_calls
 
 
 async def test_health_checks_remove_and_restore_replicas() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from tests.engines.standins import StandIn, answer_with, collect, make_request, serving
 from turngate.engines.pool import Pool
+from turngate.engines.replica import PoolTiming
 from turngate.engines.scripted import Scripted
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
 from turngate.engines.weights import PolicyWeights, UpdatableReplica, list_updatable_replicas
-from turngate.errors import EngineRejected
+from turngate.errors import EngineRejected, EngineUnavailable
 
 MODEL = PolicyWeights(version=3, path="/m/3")
 ADAPTER = PolicyWeights(version=3, lora_path="/a/3", name="policy-v3")
@@ -92,14 +93,32 @@ async def test_vllm_with_wrong_weights_is_unhealthy(mark: str, expected: PolicyW
         (SGLang, "/get_model_info", {"model_path": "/m/0", "weight_version": "3"}),
     ],
 )
-async def test_engine_that_fails_to_report_its_weights_is_not_used(engine_class: Any, path: str, document: Any) -> None:
+async def test_engine_needs_its_weights_reported_to_return(engine_class: Any, path: str, document: Any) -> None:
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}, "/get_server_info": {}, path: document}
-    async with serving(StandIn(None, documents)) as server, started(engine_class(server.url, "m")) as engine:
-        engine.expect(MODEL)
-        assert [seen.ok for seen in await engine.health()] == [True]
-        documents[path] = 500
-        [seen] = await engine.health()
-        assert not seen.ok and seen.wrong and seen.detail
+    async with serving(StandIn(None, documents)) as server:
+        engine = engine_class(server.url, "m")
+        pool = Pool([engine], timing=PoolTiming(check_s=60, backoff_s=60, load_s=0))
+        await pool.start()
+        try:
+            engine.expect(MODEL)
+            await pool.check()
+            documents[path] = 500
+            await pool.check()
+            assert pool.accepts_calls  # one failed report means little
+            documents[path] = {**document, "weight_version": "2"}
+            await pool.check()
+            for reply in (500, {**document, "weight_version": "2"}):
+                documents[path] = reply
+                for _ in range(3):
+                    await pool.check()
+                with pytest.raises(EngineUnavailable, match="no engine has the current weights"):
+                    async with pool.generate(make_request(session="s")) as chunks:
+                        await anext(chunks)
+            documents[path] = document
+            await pool.check()
+            assert pool.accepts_calls
+        finally:
+            await pool.close()
 
 
 @pytest.mark.parametrize("mark", [{}, {"weight_version": "default"}])  # old versions of SGLang report none

@@ -279,6 +279,45 @@ async def test_restarted_replica_gets_no_calls_without_adapter() -> None:
         assert all(r["ok"] for r in (await g.admin.get("/admin/weights")).json()["replicas"])
 
 
+async def test_restarted_engine_with_its_initial_weights_gets_no_call() -> None:
+    """A call must not be the check: it would be recorded with the version that the engine no longer has."""
+    async with engines() as [fake]:
+        timing = PoolTiming(check_s=3600, backoff_s=3600, backoff_max_s=3600, load_s=0)
+        pool = Pool([VLLM(fake.url, "m")], timing=timing)
+        async with gateway(engine=pool, model="m") as g:
+            await load(g, version=1, path="/m/1")
+            session = await g.open()
+            assert (await g.ask(session.key, "Hi")).content == "[/m/1][/m/1]"
+            fake.missing_paths |= {"/health"}  # it restarts …
+            for _ in range(2):
+                await pool.check()
+            fake.missing_paths.clear()
+            fake.weights, fake.weight_version = "base", "default"  # … and has lost the weights
+            with pytest.raises(openai.InternalServerError, match="no engine has the current weights"):
+                await g.ask(session.key, "Hi")
+            assert await spans(g, session) == [(1, 1)]
+            await load(g, version=1, path="/m/1")
+            assert (await g.ask(session.key, "Hi again")).content == "[/m/1][/m/1]"
+
+
+async def test_call_in_flight_does_not_bring_wrong_weights_back() -> None:
+    async with engines() as [fake]:
+        timing = PoolTiming(check_s=3600, backoff_s=3600, backoff_max_s=3600, load_s=0)
+        pool = Pool([VLLM(fake.url, "m")], timing=timing)
+        async with gateway(engine=pool, model="m") as g:
+            await load(g, version=1, path="/m/1")
+            fake.awake.clear()
+            call = g.start(g.ask((await g.open()).key, "Hi"))
+            await until(lambda: fake.salts)
+            fake.weight_version = "default"
+            await pool.check()
+            fake.awake.set()
+            await call
+            assert not pool.accepts_calls
+            with pytest.raises(openai.InternalServerError, match="no engine has the current weights"):
+                await g.ask((await g.open()).key, "Hi")
+
+
 # ── whole models ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -3,7 +3,8 @@
 A *replica* is one engine, with its own health. A *lane* is a destination for calls: a replica, or one of its data-parallel ranks.
 
 - A session's first call goes to the least loaded lane, and later calls go to the same lane. `placement.py` decides when the session moves.
-- An unreachable replica is down until a health check or a call succeeds. Checks become less frequent with each failure.
+- An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure. If all replicas are down, a
+  call checks them first.
 - A call that fails *before its first chunk* because its replica is unavailable is retried on another lane, and its session moves
   there. This is safe because the caller has not seen any output. A call that fails because its replica is busy is retried once.
 - If that retry finds a busy replica too, or if all replicas are draining, the call is tried again for up to `wait_s` seconds. The agent
@@ -23,7 +24,7 @@ from contextlib import AbstractAsyncContextManager
 from turngate.engines.base import Chunk, Engine, Generate, Health
 from turngate.engines.placement import is_saturated, should_move
 from turngate.engines.replica import Lane, PoolTiming, Replica
-from turngate.errors import ConfigError, EngineBusy, EngineUnavailable
+from turngate.errors import ConfigError, EngineBusy, EngineError, EngineUnavailable
 
 _WAIT_S = 0.25  # the first pause of a call that is waiting for a busy engine; pauses double up to `_WAIT_MAX_S`
 _WAIT_MAX_S = 4.0
@@ -153,8 +154,13 @@ class Pool:
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
         return _Call(self, request)
 
+    async def check_before_call(self) -> None:
+        """Check the replicas again if all are down, because one of them may be up again."""
+        if not self.accepts_calls:
+            await asyncio.gather(*(replica.recheck() for replica in self._replicas if not replica.is_draining))
+
     def place(self, session: str) -> Lane:
-        """Choose the lane for a session's call. Raise an error if every replica is draining or has the wrong weights."""
+        """Choose the lane for a session's call. Raise an error if every replica is down or draining."""
         home = self._placed.get(session)
         if home is not None and home.accepts_calls:
             if not home.load.is_crowded:
@@ -168,22 +174,17 @@ class Pool:
             return self._settle(session, best)
         best = self._least_loaded(())
         if best is None:
-            best = self._guess(home)
+            raise self._explain_unplaced()
         return self._settle(session, best)
 
-    def _guess(self, home: Lane | None) -> Lane:
-        """Choose a lane when all replicas seem to be down.
-
-        One of them may be up again, and a failed call costs nothing. A replica with the wrong weights is never chosen, because its samples
-        would be unusable.
-        """
-        lanes = [lane for lane in self._lanes if not lane.replica.is_draining]
-        usable = [lane for lane in lanes if not lane.replica.is_wrong]
-        if usable:
-            return home if home in usable else min(usable, key=lambda lane: lane.load.order())
-        if lanes:
-            raise EngineUnavailable(f"{self.name}: no engine has the current weights; see GET /admin/weights")
-        raise EngineBusy(f"{self.name}: no engine accepts calls; add one with POST /admin/engines")
+    def _explain_unplaced(self) -> EngineError:
+        """Build the error for a call that no replica accepts."""
+        replicas = [replica for replica in self._replicas if not replica.is_draining]
+        if not replicas:
+            return EngineBusy(f"{self.name}: no engine accepts calls; add one with POST /admin/engines")
+        if all(replica.is_wrong for replica in replicas):
+            return EngineUnavailable(f"{self.name}: no engine has the current weights; see GET /admin/weights")
+        return next(replica.explain_down() for replica in replicas if not replica.is_wrong)
 
     def place_retry(self, session: str, tried: Sequence[Lane]) -> Lane | None:
         """Choose a different lane after a failure, or return None if no lane is left to try."""
@@ -278,6 +279,7 @@ class _Call:
         """
         tried: list[Lane] = []
         was_busy = False
+        await self._pool.check_before_call()
         lane = self._pool.place(self._request.session)
         while True:
             try:
@@ -304,5 +306,5 @@ class _Call:
         self._generation = generation
         chunk = await anext(chunks)
         self._chunks = chunks  # from here on, the call stays on this lane
-        lane.replica.mark_up()
+        lane.replica.record_success()
         return chunk

@@ -13,7 +13,7 @@ import msgspec
 from turngate.engines.base import Engine, Health
 from turngate.engines.load import EngineLoad, ReportsLoad
 from turngate.engines.placement import LaneLoad
-from turngate.errors import EngineError, TurngateError
+from turngate.errors import EngineError, EngineUnavailable, TurngateError
 
 log = logging.getLogger(__name__)
 _POLL_SHARE = 50  # requesting load reports takes at most 1/50 of the time
@@ -38,7 +38,8 @@ class PoolTiming(msgspec.Struct, frozen=True, kw_only=True):
     A replica that is up is checked every `check_s`. It is marked down after `misses` consecutive failed checks, because a single failure
     under load means little, and moving sessions loses their caches. One failure is enough if the replica was never up, has the wrong
     weights, or was unavailable for a call. A replica that is down is checked after `backoff_s`, with exponential backoff up to
-    `backoff_max_s`. The load is read every `load_s`, but less often if the engine answers slowly. With `load_s` 0, it is never read.
+    `backoff_max_s`, and before a call if no other replica is up. The load is read every `load_s`, but less often if the engine answers
+    slowly. With `load_s` 0, it is never read.
     """
 
     check_s: float = 10.0
@@ -62,20 +63,26 @@ class Lane:
 
 
 class Replica:
-    """One engine of a pool, with its lanes and its health."""
+    """One engine of a pool, with its lanes and its health.
+
+    Only a check brings a replica that is down up again. A call that succeeds does not show which weights the engine has: it may have
+    restarted with its initial ones.
+    """
 
     def __init__(self, engine: Engine, timing: PoolTiming) -> None:
         self.engine = engine
         self.lanes = [Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, HasLanes) else [engine])]
         self.up = True
         self.is_draining = False  # receives no new calls
-        self.is_wrong = False  # the engine responds, but must not be used
+        self.is_wrong = False  # the last answer of the engine showed that it must not be used
         self.idle = asyncio.Event()  # set while no calls are in flight
         self.idle.set()
         self._timing = timing
         self._was_up = False  # whether the replica has ever been up
         self._misses = 0
         self._lost = asyncio.Event()
+        self._reason = ""  # why the replica is down
+        self._recheck: asyncio.Task[None] | None = None
         self._last_health: list[Health] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -109,7 +116,7 @@ class Replica:
             self._tasks.append(asyncio.create_task(self._keep_reading_load(self.engine)))
 
     async def close(self) -> None:
-        tasks, self._tasks = self._tasks, []
+        tasks, self._tasks = [*self._tasks, *([self._recheck] if self._recheck else [])], []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -130,12 +137,19 @@ class Replica:
         self._mark_down(error.message)
         self._lost.set()
 
-    def mark_up(self) -> None:
-        """Mark the replica as up, because a call or a check succeeded."""
-        if not self.up:
-            log.warning("%s is up", self.address)
-        self.up = self._was_up = True
-        self._misses = 0
+    def record_success(self) -> None:
+        """Forget failed checks, because a call succeeded. This does not bring a replica up."""
+        if self.up:
+            self._misses = 0
+
+    async def recheck(self) -> None:
+        """Check a replica that is down. Concurrent calls share one check."""
+        if self._recheck is None or self._recheck.done():
+            self._recheck = asyncio.create_task(self.check())
+        await asyncio.shield(self._recheck)
+
+    def explain_down(self) -> EngineUnavailable:
+        return EngineUnavailable(self._reason)
 
     async def check(self) -> None:
         self._last_health = await self.engine.health()
@@ -143,7 +157,10 @@ class Replica:
         # A replica with wrong weights that stops responding may still have them when it responds again.
         self.is_wrong = missing is not None and (missing.wrong or self.is_wrong)
         if missing is None:
-            self.mark_up()
+            if not self.up:
+                log.warning("%s is up", self.address)
+            self.up = self._was_up = True
+            self._misses = 0
             return
         self._misses += 1
         if self._misses >= self._timing.misses or not self._was_up or missing.wrong:
@@ -153,6 +170,7 @@ class Replica:
         if self.up:
             log.warning("%s is down: %s", self.address, reason)
         self.up = False
+        self._reason = reason
 
     async def _keep_checking(self) -> None:
         """Check the replica regularly while it is up, and with backoff while it is down."""

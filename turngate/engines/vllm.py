@@ -206,12 +206,13 @@ class VLLM:
         try:
             await self._client.ping("/health")
             models = await self._client.get("/v1/models", _Models)
-        except TurngateError as error:
+            wrong = await self._wrong_weights(models)
+        except TurngateError as error:  # if the weights are unknown, this is a failed check like any other
             return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
         card = next((card for card in models.data if self.model in (card.id, "")), None)
         if card is None:
             return [msgspec.structs.replace(seen, ok=False, detail=_explain_served(models, self.model))]
-        if wrong := await self._wrong_weights(models):
+        if wrong:
             return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
 
@@ -287,9 +288,6 @@ class VLLM:
         except EngineRejected:
             self.reports_weights = False  # the route does not exist, so no weights can have been loaded either
             return ""
-        except TurngateError as error:
-            # The weights might be wrong, and a turn must not be recorded with a wrong version.
-            return error.message
         if mark.startswith(_LOADING):
             return f"its update to weight version {mark.removeprefix(_LOADING)} has not completed; if it failed, restart the engine"
         if expected is not None and mark != str(expected.version):

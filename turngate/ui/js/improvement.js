@@ -110,8 +110,8 @@ export class BeforeAfter {
     return panel(
       `Before and after: ${example.task}`,
       `The task whose mean reward rose most: from ${meanText(before)} in ${first} to ${meanText(after)} in ${last}. ` +
-        "The rollouts below have the rewards closest to these means, among those of the first and the last policy version at which the task " +
-        `was run (${before.version} and ${after.version}).`,
+        "The rollouts below have the rewards closest to these means, among those of the first and the last policy version at which the " +
+        `task was run (${before.version} and ${after.version}).`,
       el("p", null, el("a", { href: href(["compare", before.rollout, after.rollout]), text: "Compare them turn by turn" })),
       this.body,
     );

@@ -131,7 +131,8 @@ async function enter() {
 }
 
 /**
- * While the lists of a shared store are being filled, say that rollouts are missing from them. Show the view again when the lists are complete.
+ * While the lists of a shared store are being filled, say that rollouts are missing from them. When they are complete, show the view
+ * again.
  * @param {api.Json} got
  */
 function watchFilling(got) {

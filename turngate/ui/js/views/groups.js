@@ -65,7 +65,7 @@ function signal(row) {
   if (row.signal === null) return el("span.muted", { title: "fewer than two rollouts with trainable tokens have a reward", text: "–" });
   return row.signal
     ? el("span.good", { text: "✓ differ" })
-    : el("span.warn", { title: "all rollouts with trainable tokens have the same reward, so there is nothing to learn", text: "= all equal" });
+    : el("span.warn", { title: "all rollouts with trainable tokens have the same reward: nothing to learn", text: "= all equal" });
 }
 
 /**
