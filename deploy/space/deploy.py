@@ -47,7 +47,7 @@ SOURCES = {
 MARKER = "turngate/__init__.py"  # a Space with this file was created by this script
 FORBIDDEN_FILES = (
     ".env*",
-    "admin-key",
+    "*admin-key*",
     "*.db",
     "*.db-*",
     "*.sqlite*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -161,6 +162,29 @@ def test_key_file_never_exists_without_its_key(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "link", link)
     assert admin_key(tmp_path) == read_stored_admin_key(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["admin-key"]
+
+
+def test_file_left_by_a_killed_process_is_removed(tmp_path: Path) -> None:
+    key = admin_key(tmp_path)
+    os.link(tmp_path / "admin-key", tmp_path / ".admin-key.killed")
+    assert admin_key(tmp_path) == key
+    assert [file.name for file in tmp_path.iterdir()] == ["admin-key"]
+
+
+def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: str, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", fail)
+    assert admin_key(tmp_path) == admin_key(tmp_path) == read_stored_admin_key(tmp_path)
+    [file] = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_broken_link_as_key_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "admin-key").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="admin-key is a broken link; delete it"):
+        admin_key(tmp_path)
 
 
 def test_processes_that_start_at_once_share_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

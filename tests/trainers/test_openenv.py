@@ -80,6 +80,11 @@ async def test_list_counts_only_its_own_sessions(monkeypatch: pytest.MonkeyPatch
         new = (await open_session(g))["id"]
         assert await list_ids(limit=2) == [new, old[1]]
         assert await list_ids(limit=3) == [new, old[1], old[0]]
+        monkeypatch.setattr("turngate.server.compat.openenv._MAX_READ", 6)  # of 7 sessions
+        page = (await g.admin.get("/sessions")).json()
+        assert [row["session_id"] for row in page["sessions"]] == [new, old[1]]
+        rest = (await g.admin.get("/sessions", params={"before": page["before"]})).json()
+        assert [row["session_id"] for row in rest["sessions"]] == [old[0]] and rest["before"] is None
 
 
 async def test_public_id_is_not_a_key() -> None:

@@ -7,10 +7,13 @@ project, and the gateways of other projects reject it.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
 import tempfile
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,19 +60,51 @@ def own_key(data: Path, variable: str, name: str) -> str:
             raise ConfigError(f"{variable} must have at least 16 characters", param=variable)
         return key
     path = data / name
+    _remove_unfinished(path)
     if (stored := read_key_file(path)) is not None:
         return stored
     key = "tga-" + secrets.token_urlsafe(32)
-    with tempfile.NamedTemporaryFile("w", dir=data, prefix=f"{name}.", encoding="utf-8") as unfinished:
-        unfinished.write(key + "\n")
-        unfinished.flush()
-        os.fsync(unfinished.fileno())
-        try:
-            os.link(unfinished.name, path)  # so the file never exists without its key, even if this process is killed
-        except FileExistsError:  # another process has created it in the meantime
-            return own_key(data, variable, name)
+    try:
+        _create_key_file(path, key)
+    except OSError as error:
+        if (stored := read_key_file(path)) is not None:  # another process has created it in the meantime
+            return stored
+        problem = (
+            "is a broken link; delete it to get a new key"
+            if path.is_symlink()
+            else f"cannot be created ({error.strerror}); check the folder's permissions and free space"
+        )
+        raise ConfigError(f"data: {path} {problem}", param="data") from None
     register_secrets(key)
     return key
+
+
+def _create_key_file(path: Path, key: str) -> None:
+    """Create a key file whole, so that it never exists without its key, even if this process is killed."""
+    number, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            file.write(key + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(unfinished, path)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            # The file system has no hard links, so the file is empty for a moment.
+            with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+                file.write(key + "\n")
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what processes that were killed while they created the key file have left."""
+    if path.exists():
+        for unfinished in path.parent.glob(f".{path.name}.*"):
+            with suppress(OSError):
+                unfinished.unlink()
 
 
 class Auth:

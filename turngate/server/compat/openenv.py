@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from turngate.common.aio import give_way
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.projects import AuditNote
 from turngate.gateway.quotas import ProjectQuota
@@ -56,6 +57,7 @@ _ENGINE_FIELDS = (
 _MAX_INT = 2**31 - 1  # the largest integer that engines accept
 _MAX_LISTED = 1000  # maximum number of sessions in a list
 _PAGE = 200  # sessions to read at once; many of them may not have been opened through this API
+_MAX_READ = 5000  # sessions to read for one list
 _METADATA_KEY = "openenv"  # metadata key that marks sessions opened through this API
 
 
@@ -76,7 +78,7 @@ class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenEnvListQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `before` is the `key` of a session, as listed by `GET /admin/sessions`; only older sessions are listed."""
+    """Query parameters. `before` comes from the previous page, or is a `key` from `GET /admin/sessions`; only older sessions are listed."""
 
     before: Whole | None = None
     limit: Whole = 100
@@ -159,19 +161,25 @@ class OpenEnvRoutes:
         )
 
     async def listing(self, request: Request, query: OpenEnvListQuery) -> Response:
-        """List the newest sessions that were opened through this API."""
+        """List the newest sessions that were opened through this API. `before` in the reply continues the list, unless it is null."""
         limit, before = min(query.limit or 100, _MAX_LISTED), query.before
         found: list[dict[str, Json]] = []
-        while len(found) < limit:
+        for _ in range(_MAX_READ // _PAGE):
+            began = time.thread_time()
             page = await self._directory.list_sessions(before=before, limit=_PAGE)
             opened_here = [row for row in page if _METADATA_KEY in row.config.metadata][: limit - len(found)]
             if opened_here:
                 shapes = await self._session_views.shapes(opened_here[-1].key, opened_here[0].key)
                 found += [self._summary(row, shapes.get(row.key, (0, 0))) for row in opened_here]
+            if len(found) == limit:
+                before = opened_here[-1].key
+                break
             if len(page) < _PAGE:
+                before = None
                 break
             before = page[-1].key
-        return json_response({"sessions": found})
+            await give_way(time.thread_time() - began)
+        return json_response({"sessions": found, "before": before})
 
     async def show(self, request: Request) -> Response:
         """Return the state of a session."""
