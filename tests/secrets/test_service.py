@@ -154,7 +154,7 @@ class Run:
         started: dict[str, str] = {}
         for name, fields in rollouts.items():
             program = search_program(isolated=isolated, then=fields.pop("then", ""))
-            limit = {"agent_timeout_s": scaled(50)}
+            limit = {"agent_timeout_s": scaled(240)}
             arguments = {"model_key": HOSTED, "instruction": program, "task_id": "marked", **limit, **fields}
             started[name] = (await call("start_rollout", **arguments))["rollout_id"]
         for wrong in (
