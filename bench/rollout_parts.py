@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from processes import cpu_s
 
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.launch import plan_launch
 from turngate.agents.spec import AgentSpec
 from turngate.client.gateway import GatewayClient

@@ -42,7 +42,8 @@ from rollout_parts import Parts, measure_alone, measure_parts, show_parts
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools import base_image
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import BatchResult, run_batch

@@ -44,7 +44,8 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.golden import recording
 from tools.agent_names import AGENTS, MORE_AGENTS
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep, find_agent
 from turngate.errors import TurngateError
 from turngate.rollout.agent_check import INSTRUCTION, CheckOptions, check_agent

@@ -28,7 +28,7 @@ import orjson
 from bench.scale import shipping
 from bench.scale.costs import COSTS, Measurement, Measurements, read_measurements
 from tests import page_kit
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig

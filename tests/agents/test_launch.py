@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from turngate.agents import launch, placeholders, spec
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.launch import MAX_ARGUMENT_BYTES, Launch, ModelLimits, plan_launch, plan_preload
 from turngate.errors import AgentError
 

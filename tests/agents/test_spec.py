@@ -105,6 +105,10 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
             '[install]\npip = "x"\nversion = "1.0"\npython = "3.11"',
             "preload[0] must be the name of a module such as package.module, not 'a b'",
         ),
+        (
+            'command = ["{program}"]\ncode_cache = true\n[install]\nnpm = "x"\nversion = "1.0"\nprogram = "x"',
+            'code_cache needs install.npm and a command that begins with "{node}"',
+        ),
         ('[options.model]\nabout = "x"', "options.model is a built-in placeholder"),
         ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: unknown source 'cookie:x'; use header:NAME"),
         ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),

@@ -15,7 +15,8 @@ import pytest
 
 from tests.needs import require
 from tests.speed import scaled
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep, find_agent
 from turngate.client.protocol import TraceTurn
 from turngate.rollout.agent_check import AgentCheck, CheckReport

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.speed import scaled
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import ADMIN_KEY

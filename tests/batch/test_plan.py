@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit import until
 from tests.speed import scaled
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.spec import find_agent
 from turngate.errors import ConfigError
 from turngate.rollout.concurrency import Bounds, Concurrency

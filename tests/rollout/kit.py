@@ -19,7 +19,7 @@ from typing import Any
 from tests import kit
 from tests.sandboxes import kit as sandboxes
 from tests.speed import scaled
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentSpec, find_agent, parse_spec
 from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import Script, ScriptedTurn

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.speed import scaled
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentFile, AgentSpec, CheckCall, CheckStep, parse_spec
 from turngate.rollout.agent_check import CheckOptions, CheckReport, check_agent
 from turngate.sandboxes.local import LocalBackend

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kit import tokenizer
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.spec import find_agent
 from turngate.config import ServeConfig
 from turngate.engines.base import Generate

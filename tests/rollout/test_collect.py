@@ -281,7 +281,7 @@ async def test_forged_file_list_cannot_escape_folder(tmp_path: Path) -> None:
 
 
 def plan_agent_launch(home: str) -> Any:
-    from turngate.agents.install import Installation
+    from turngate.agents.installation import Installation
     from turngate.agents.launch import plan_launch
 
     words = dict.fromkeys(("base_url", "api_key", "model", "prompt"), "x")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tasks.test_archive import describe_folder, load_host_task, write_files
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec, CatalogEntry, load_catalog
 from turngate.errors import AgentError, BadRequest, ConfigError, SandboxUnavailable, TurngateError

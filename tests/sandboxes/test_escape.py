@@ -30,7 +30,7 @@ from tests.kit import say
 from tests.rollout.kit import Harness, open_harness
 from tests.sandboxes import kit, warm_kit
 from tests.speed import scaled
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.interpreters import Interpreter
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient

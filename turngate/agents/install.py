@@ -29,9 +29,12 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.interpreters import Interpreter, find_python
+from turngate.agents import code_cache
+from turngate.agents.installation import PYTHON_VARIABLE, Installation
+from turngate.agents.interpreters import find_python
 from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError
+from turngate.sandboxes import warm_start
 
 MARKER = ".part"
 _NODE_BINARY = "bin/node"
@@ -72,7 +75,6 @@ else:
 """
 # The first lines of a program in `bin`. They replace pip's first line, which contains the path of a Python. They are valid as shell and as
 # Python: the shell starts Python with the installation's folder, and Python reads them as a string.
-PYTHON_VARIABLE = "TURNGATE_PYTHON"
 SCRIPT_HEADER = """\
 #!/bin/sh
 '''exec' "${{{variable}:-{python}}}" "$(dirname -- "$(readlink -f -- "$0")")/.." "$0" "$@"
@@ -82,47 +84,6 @@ SCRIPT_HEADER = """\
 _PIP_HEADER = re.compile(rb"#!.*python.*\n|#!/bin/sh\n'''exec' .*\n' '''\n")
 
 Report = Callable[[str], None]
-
-
-class Installation(msgspec.Struct, frozen=True):
-    """The paths of an installed agent. All paths are empty if the agent is not installed by Turngate."""
-
-    folder: str = ""
-    program: str = ""
-    node: str = ""  # path of the Node binary, if the agent uses one
-    python: str = ""  # the Python that it was built for: a name such as python3.11, or a path
-    host_python: Interpreter | None = None  # the Python of this version on this machine, if there is one
-
-    @property
-    def mounts(self) -> tuple[str, ...]:
-        """The folders on this machine that must be mounted into a sandbox at the same paths."""
-        node = str(Path(self.node).parent) if self.node else ""
-        return (*(folder for folder in (self.folder, node) if folder), *self._python_mounts)
-
-    @property
-    def _python_mounts(self) -> tuple[str, ...]:
-        host = self.host_python
-        return host.mounts if host is not None and self.python == host.path else ()
-
-    def use_host_python(self) -> Installation:
-        """Return the installation for a sandbox that uses this machine's programs: `python` becomes the path of `host_python`, if set."""
-        return msgspec.structs.replace(self, python=self.host_python.path) if self.host_python is not None else self
-
-    def relocate(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
-        """Return the installation with its paths below `root` in a sandbox, and the (source, target) pairs to mount.
-
-        The path of Python does not change.
-        """
-        pairs = [(folder, folder) for folder in self._python_mounts]
-        moved = self
-        if self.folder:
-            pairs.append((self.folder, f"{root}/agent"))
-            program = self.program.replace(self.folder, f"{root}/agent", 1)
-            moved = msgspec.structs.replace(moved, folder=f"{root}/agent", program=program)
-        if self.node:
-            pairs.append((str(Path(self.node).parent), f"{root}/node"))
-            moved = msgspec.structs.replace(moved, node=f"{root}/node/{Path(self.node).name}")
-        return moved, tuple(pairs)
 
 
 def cache_folder() -> Path:
@@ -160,13 +121,34 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
             )
 
     build_once(folder, _fingerprint(spec), build, report)
-    return Installation(
+    installed = Installation(
         folder=str(folder),
         program=str(folder / recipe.program) if recipe.program else "",
         node=str(node) if node is not None and spec.uses("node") else "",
         python=f"python{recipe.python}" if recipe.python else "",
         host_python=find_python(recipe.python) if recipe.python else None,
     )
+    if spec.code_cache and warm_start.is_enabled():
+        return msgspec.structs.replace(installed, code_cache=_ensure_code_cache(spec, installed, report))
+    return installed
+
+
+def _ensure_code_cache(spec: AgentSpec, installed: Installation, report: Report) -> str:
+    """Build the agent's code cache if necessary. Return the path of the script that enables it, or "" if there is no cache."""
+    folder = Path(installed.folder, code_cache.FOLDER)
+
+    def build(new: Path) -> None:
+        report(f"compiling {spec.name} …")
+        if reason := code_cache.build(new, spec, installed):
+            report(f"{spec.name} will start without a code cache: {reason}")
+
+    try:
+        build_once(folder, code_cache.fingerprint(spec, installed), build, report)
+    except OSError as error:  # for example, the installation is read-only
+        report(f"{spec.name} will start without a code cache: {error.filename or folder}: {error.strerror}")
+        return ""
+    script = folder / code_cache.ENABLE
+    return str(script) if script.exists() else ""
 
 
 def ensure_node(report: Report = print) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from turngate.agents import placeholders
-from turngate.agents.install import PYTHON_VARIABLE, Installation
+from turngate.agents.installation import PYTHON_VARIABLE, Installation
 from turngate.agents.spec import AgentSpec
 from turngate.common.validation import suggestion
 from turngate.errors import AgentError
@@ -95,6 +95,8 @@ def plan_launch(
         files.append(LaunchFile(f"{own}/prompt.txt", _encode_prompt(spec, prompt), 0o600))
     command = tuple(placeholders.fill(word, values) for word in spec.command)
     program = command[0]
+    if installed.code_cache:
+        command = (program, "--require", installed.code_cache, *command[1:])
     if spec.stdin:
         files.append(LaunchFile(f"{own}/stdin", _encode_prompt(spec, placeholders.fill(spec.stdin, values)), 0o600))
         command = ("/bin/sh", "-c", 'exec "$@" < "$0"', f"{own}/stdin", *command)

@@ -140,6 +140,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stdin: str = ""  # the command's standard input, usually {prompt}
     install: Install = Install()
     preload: tuple[str, ...] = ()  # pip: modules that a fork server imports once for many runs
+    code_cache: bool = False  # npm: whether to keep the code that V8 compiles in a run at installation
     files: tuple[AgentFile, ...] = ()
     env: dict[str, str] = {}
     options: dict[str, Option] = {}
@@ -286,6 +287,7 @@ def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
         yield "command", "command is empty; set it to a list of the program and its arguments"
     yield from _install_faults(spec)
     yield from _preload_faults(spec)
+    yield from _code_cache_faults(spec)
     yield from _option_faults(spec)
     yield from _placeholder_faults(spec)
     yield from _key_faults(spec)
@@ -331,6 +333,14 @@ def _preload_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     for n, module in enumerate(spec.preload):
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module):
             yield f"preload[{n}]", f"preload[{n}] must be the name of a module such as package.module, not {module!r}"
+
+
+def _code_cache_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
+    if spec.code_cache and (not spec.install.npm or spec.command[:1] != ("{node}",)):
+        yield (
+            "code_cache",
+            'code_cache needs install.npm and a command that begins with "{node}"; change these, or remove code_cache',
+        )
 
 
 def _option_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,8 @@ from typing import Literal, TypeVar, cast, get_args
 
 import msgspec
 
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.interpreters import find_python
 from turngate.agents.launch import ModelLimits, plan_launch
 from turngate.agents.spec import AgentSpec, find_agent

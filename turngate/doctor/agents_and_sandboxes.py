@@ -8,7 +8,8 @@ import platform
 import subprocess
 from pathlib import Path
 
-from turngate.agents.install import NODE_AT_LEAST, Installation, ensure_installed, explain_missing, find_node
+from turngate.agents.install import NODE_AT_LEAST, ensure_installed, explain_missing, find_node
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentSpec, find_agent, load_catalog
 from turngate.doctor.context import DoctorContext
 from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning

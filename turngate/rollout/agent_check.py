@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec, CheckStep
 from turngate.client.gateway import GatewayClient

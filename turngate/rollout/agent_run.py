@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from turngate.agents.host_tools import add_tool_commands, describe_tools
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.launch import Launch, plan_launch
 from turngate.common.aio import run_to_completion
 from turngate.errors import AgentError, SandboxError, SandboxTooLarge, TurngateError

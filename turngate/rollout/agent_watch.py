@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.launch import Launch, plan_launch
 from turngate.agents.spec import AgentSpec
 from turngate.client.gateway import GatewayClient

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import ConfigError

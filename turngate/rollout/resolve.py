@@ -20,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError, ConfigError
 from turngate.rollout.order import RolloutOrder, SandboxChoice

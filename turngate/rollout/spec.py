@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.sandboxes.base import Backend, Network, Resources

@@ -319,14 +319,19 @@ _requests: Counter[tuple[object, ...]] = Counter()
 _crashes: Counter[tuple[object, ...]] = Counter()
 
 
+def is_enabled() -> bool:
+    """Return whether agents may have warm starts. Raise `SandboxError` if the setting is neither on nor off."""
+    setting = os.environ.get(SETTING) or "on"
+    if setting not in ("on", "off"):
+        raise SandboxError(f"{SETTING} must be on or off, not {setting!r}")
+    return setting == "on"
+
+
 async def find_server(
     kind: str, preload: Preload, source: Path, prepare: Callable[[Preload], ServerProcess]
 ) -> WarmStart | None:
     """Return a sandbox's right to use a fork server, or None for a plain start. `source` is the folder of the installation on the host."""
-    setting = os.environ.get(SETTING) or "on"
-    if setting not in ("on", "off"):
-        raise SandboxError(f"{SETTING} must be on or off, not {setting!r}")
-    if setting == "off":
+    if not is_enabled():
         return None
     try:
         status = (source / "__main__.py").stat()

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping
 
 from turngate.agents import spec as specs
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.launch import ModelLimits, plan_launch
 from turngate.agents.spec import AgentSpec
 from turngate.common.validation import suggestion

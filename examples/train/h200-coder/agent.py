@@ -16,7 +16,8 @@ from types import ModuleType
 
 import msgspec
 
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
 CONTEXT, REPLY = 8192, 320  # tokens

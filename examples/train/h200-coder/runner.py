@@ -14,7 +14,8 @@ from agent import CONTEXT, REPLY, STEPS, build_agent, run_fork_server
 from fast_pytest import run_pytest_server
 from tasks import Part
 
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.rollout.batch import BatchResult

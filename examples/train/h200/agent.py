@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
 HERE = Path(__file__).parent

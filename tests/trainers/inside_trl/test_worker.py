@@ -23,7 +23,7 @@ from tests.trainers.inside_trl.kit import (
     running_worker,
     take_samples,
 )
-from turngate.agents.install import Installation
+from turngate.agents.installation import Installation
 from turngate.agents.spec import find_agent
 from turngate.client.feed import Feed, OtherFeed
 from turngate.client.gateway import GatewayClient, RequestRejected

@@ -21,7 +21,8 @@ import msgspec
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolResult, TrainingTrace, VerifyResult
 
 from turngate import tasks
-from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.install import ensure_installed
+from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentSpec, find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key

@@ -1,0 +1,202 @@
+"""The code cache of Node agents, with shell scripts in place of Node. tests/agents_real has the real one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.agents.test_launch import agent
+from tests.speed import scaled
+from turngate.agents import code_cache, install
+from turngate.agents.installation import Installation
+from turngate.agents.launch import plan_launch
+from turngate.agents.spec import AgentSpec
+from turngate.errors import SandboxError
+
+SPEC = """
+command = ["{node}", "{program}", "--model", "{model}"]
+stdin = "{prompt}"
+code_cache = true
+
+[install]
+npm = "x"
+version = "1.0"
+program = "x.js"
+"""
+# Stores one module, as Node does: readable only for the user, in a folder that is named for the user.
+STORES = """\
+if [ "$1" = --expose-internals ]; then
+    cache="$(dirname "$3")/modules/v24-x64-abc-$(id -u)"
+    mkdir -p "$cache" && chmod 700 "$cache"
+    (umask 077 && echo code > "$cache/module")
+fi
+"""
+
+
+@pytest.fixture
+def spec() -> AgentSpec:
+    return agent(SPEC)
+
+
+@pytest.fixture
+def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Create an installed agent whose Node is a shell script."""
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path / "cache"))
+    node = tmp_path / "bin" / "node"
+    monkeypatch.setattr(install, "ensure_node", lambda report: node)
+
+    def build(folder: Path, fingerprint: str, build: object, report: object, **options: str) -> None:
+        if folder.name == code_cache.FOLDER:
+            build_once(folder, fingerprint, build, report, **options)  # type: ignore[arg-type]
+        else:
+            folder.mkdir(parents=True, exist_ok=True)  # npm is not needed here
+
+    build_once = install.build_once
+    monkeypatch.setattr(install, "build_once", build)
+
+    def make(script: str) -> Path:
+        node.parent.mkdir(exist_ok=True)
+        node.write_text(f"#!/bin/sh\n{script}")
+        node.chmod(0o755)
+        return node
+
+    return make
+
+
+def install_agent(spec: AgentSpec) -> tuple[Installation, list[str]]:
+    lines: list[str] = []
+    return install.ensure_installed(spec, lines.append), lines
+
+
+@pytest.mark.process
+def test_cache_is_built_once_and_readable_for_users_of_sandboxes(
+    make_node: Callable[[str], Path], spec: AgentSpec
+) -> None:
+    make_node(STORES)
+    installed, lines = install_agent(spec)
+    assert lines == ["compiling mine …"]
+    folder = Path(installed.folder, code_cache.FOLDER)
+    assert installed.code_cache == str(folder / "enable.cjs")
+    for user in (*code_cache.USERS, os.getuid()):
+        module = folder / "modules" / f"v24-x64-abc-{user}" / "module"
+        assert module.read_text() == "code\n"
+        assert (module.stat().st_mode & 0o777, module.resolve().parent.stat().st_mode & 0o777) == (0o644, 0o755)
+    assert {path.name for path in folder.iterdir()} == {"enable.cjs", "modules", install.MARKER}
+    assert install_agent(spec) == (installed, [])
+
+
+@pytest.mark.process
+def test_cache_is_built_again_for_another_node(make_node: Callable[[str], Path], spec: AgentSpec) -> None:
+    make_node(STORES)
+    install_agent(spec)
+    make_node(STORES + "# a newer version\n")
+    assert install_agent(spec)[1] == ["compiling mine …"]
+
+
+@pytest.mark.process
+def test_agent_that_stores_no_code_starts_plainly(make_node: Callable[[str], Path], spec: AgentSpec) -> None:
+    make_node("echo 'SyntaxError: bad option'; exit 9\n")
+    installed, lines = install_agent(spec)
+    assert installed.code_cache == ""
+    assert lines == [
+        "compiling mine …",
+        "mine will start without a code cache: a run of mine stored no code; the last line of its output: SyntaxError: bad option",
+    ]
+    assert install_agent(spec) == (installed, [])  # it is not tried again
+
+
+@pytest.mark.process
+def test_hanging_agent_is_stopped(
+    make_node: Callable[[str], Path], spec: AgentSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(code_cache, "RUN_S", 0.5)
+    make_node(f"echo $$ >> {tmp_path}/pids; sleep 1000 & echo $! >> {tmp_path}/pids; wait\n")
+    installed, lines = install_agent(spec)
+    assert installed.code_cache == ""
+    assert lines[1].endswith("(stopped after 0 seconds)")
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 4
+    deadline = time.monotonic() + scaled(10)  # a killed process may take a moment to disappear
+    while any(Path("/proc", pid, "exe").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.process
+def test_read_only_installation_starts_plainly(
+    make_node: Callable[[str], Path], spec: AgentSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_node(STORES)
+
+    def fail(*args: object) -> str:
+        raise OSError(30, "Read-only file system", "/cache/x")
+
+    monkeypatch.setattr(code_cache, "build", fail)
+    installed, lines = install_agent(spec)
+    assert installed.code_cache == ""
+    assert lines[-1] == "mine will start without a code cache: /cache/x: Read-only file system"
+
+
+@pytest.mark.process
+def test_setting_turns_cache_off(
+    make_node: Callable[[str], Path], spec: AgentSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_node(STORES)
+    monkeypatch.setenv("TURNGATE_WARM_STARTS", "off")
+    assert install_agent(spec)[0].code_cache == ""
+    monkeypatch.setenv("TURNGATE_WARM_STARTS", "no")
+    with pytest.raises(SandboxError, match="TURNGATE_WARM_STARTS must be on or off, not 'no'"):
+        install_agent(spec)
+
+
+@pytest.mark.process
+def test_runs_of_agent_make_calls_that_are_rejected(
+    make_node: Callable[[str], Path], spec: AgentSpec, tmp_path: Path
+) -> None:
+    """The agent gets an endpoint, a prompt, and a HOME of its own, but no variables of this process."""
+    calls = agent(SPEC + '\n[env]\nURL = "{base_url}"\nKEY = "{api_key}"\n')
+    post = tmp_path / "post.py"
+    post.write_text(
+        "import os, urllib.error, urllib.request\n"
+        "try:\n    urllib.request.urlopen(os.environ['URL'] + '/v1/chat/completions', b'{}')\n"
+        "except urllib.error.HTTPError as error:\n    print(error.read().decode())\n"
+    )
+    make_node(
+        f"{STORES}\nexec >> {tmp_path}/log\n"
+        f'{sys.executable} {post}; cat; echo; echo "$KEY $TURNGATE_CACHE $PYTEST_CURRENT_TEST"; pwd\n'
+    )
+    install_agent(calls)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 8
+    assert [line for line in lines if '"code": 400' in line] == [lines[0], lines[4]]
+    assert (lines[1], lines[2]) == ("Reply with one word.", "none  ")
+    assert not Path(lines[3]).exists()
+
+
+def test_cache_is_enabled_before_program(spec: AgentSpec) -> None:
+    installed = Installation(folder="/cache/x", program="/cache/x/x.js", node="/cache/node/bin/node")
+    cached = Installation(
+        folder="/cache/x",
+        program="/cache/x/x.js",
+        node="/cache/node/bin/node",
+        code_cache="/cache/x/code-cache/enable.cjs",
+    )
+    words = {"base_url": "http://x", "api_key": "k", "model": "m", "prompt": "p", "home": "/home", "workdir": "/work"}
+    plain = plan_launch(spec, installed, **words).command
+    moved, _ = cached.relocate("/opt/turngate")
+    assert plain[-4:] == ("/cache/node/bin/node", "/cache/x/x.js", "--model", "m")
+    command = plan_launch(spec, moved, **words).command
+    assert command == (
+        *plain[:-4],
+        "/opt/turngate/node/node",
+        "--require",
+        "/opt/turngate/agent/code-cache/enable.cjs",
+        "/opt/turngate/agent/x.js",
+        "--model",
+        "m",
+    )

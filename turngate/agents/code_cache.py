@@ -1,0 +1,189 @@
+"""The code cache of a Node agent, which saves a third of its start-up time: the code that V8 compiled in a run of the agent.
+
+The cache is built when the agent is installed. The agent runs twice against an endpoint that rejects every request, so it ends after
+its first model call. The first run stores the ES modules, with all functions that were executed. Node's own compile cache would store a
+module before it runs, without its functions. The second run adds the CommonJS modules, for which Node's cache is enough.
+
+Runs read the cache from the installation, which is mounted read-only. V8 rejects code that was compiled by a different version, with
+different flags or for a different CPU, and compiles the module as usual.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from turngate.agents.installation import Installation
+from turngate.agents.launch import plan_launch
+from turngate.agents.spec import AgentSpec
+
+FOLDER = "code-cache"  # the cache's folder in the installation
+ENABLE = "enable.cjs"
+RUN_S = 120.0  # how long a run of the agent may take
+# Node's caches are per user: the last part of a folder's name is the user's id. Other users get links: the users of containers are
+# usually 0 or 1000, and 1000 is the user in bubblewrap.
+USERS = (0, 1000)
+
+# Run before the program: enables the cache. A Node that has no portable caches starts without one.
+ENABLE_SCRIPT = """\
+'use strict';
+try {
+  require('node:module').enableCompileCache({ directory: require('node:path').join(__dirname, 'modules'), portable: true });
+} catch {}
+"""
+# Run before the program, with Node's option --expose-internals: when the program exits, store the ES modules that it has loaded.
+# Programs may enable a cache of their own, which would replace this one, so they cannot.
+_STORE_SCRIPT = """\
+'use strict';
+const fs = require('node:fs'), mod = require('node:module'), url = require('node:url'), v8 = require('node:v8');
+v8.setFlagsFromString('--no-flush-bytecode');
+const enable = mod.enableCompileCache;
+mod.enableCompileCache = () => ({ status: mod.constants.compileCacheStatus.DISABLED });
+mod.syncBuiltinESMExports();
+process.on('exit', () => {
+  const loader = require('internal/modules/esm/loader').getOrInitializeCascadedLoader();
+  const { compileSourceTextModule } = require('internal/modules/esm/utils');
+  v8.setFlagsFromString('--flush-bytecode');
+  enable({ directory: require('node:path').join(__dirname, 'modules'), portable: true });
+  for (const [name] of loader.loadCache) {
+    if (!name.startsWith('file:') || !/\\.m?js$/.test(name)) continue;
+    try {
+      compileSourceTextModule(name, fs.readFileSync(url.fileURLToPath(name), 'utf8'), loader);
+    } catch {}
+  }
+});
+"""
+
+
+class RejectRequest(http.server.BaseHTTPRequestHandler):
+    """Reply 400 to every request, in a form that all dialects understand."""
+
+    protocol_version = "HTTP/1.1"
+
+    def _reject(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        body = b'{"error": {"code": 400, "type": "invalid_request_error", "message": "this run only prepares the code cache"}}'
+        self.send_response(400)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_PUT = _reject
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+def fingerprint(spec: AgentSpec, installed: Installation) -> str:
+    """Return the fingerprint of the cache that belongs to this Node, description and recipe."""
+    node = Path(installed.node).stat()
+    parts = [
+        installed.node,
+        node.st_size,
+        node.st_mtime_ns,
+        *(ENABLE_SCRIPT, _STORE_SCRIPT),
+        msgspec.to_builtins((spec.command, spec.stdin, spec.env, spec.files)),
+    ]
+    return f"{spec.name} {hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]}\n"
+
+
+def build(folder: Path, spec: AgentSpec, installed: Installation) -> str:
+    """Fill the cache's folder. Return why there is no cache, or an empty string. Without a cache, there is no script in the folder."""
+    store = folder / "store.cjs"
+    store.write_text(_STORE_SCRIPT)
+    enable = folder / ENABLE
+    enable.write_text(ENABLE_SCRIPT)
+    with _endpoint() as url:
+        first = _run(spec, installed, url, ["--expose-internals", "--require", str(store)])
+        _run(spec, installed, url, ["--require", str(enable)])
+    store.unlink()
+    caches = [place for place in folder.glob("modules/*") if any(place.iterdir())]
+    if not caches:
+        enable.unlink()
+        return f"a run of {spec.name} stored no code; the last line of its output: {first or '(none)'}"
+    for cache in caches:
+        _share(cache)
+    return ""
+
+
+def _share(cache: Path) -> None:
+    """Let other users of this machine and of sandboxes read the cache."""
+    cache.parent.chmod(0o755)
+    cache.chmod(0o755)
+    for file in cache.iterdir():
+        file.chmod(0o644)
+    name, _, user = cache.name.rpartition("-")
+    for other in USERS:
+        if str(other) != user:
+            (cache.parent / f"{name}-{other}").symlink_to(cache.name)
+
+
+def _run(spec: AgentSpec, installed: Installation, url: str, options: list[str]) -> str:
+    """Run the agent once, with options for Node. Return the last line of its output."""
+    # The folders are inside the installation's, so that they are removed if this process is killed.
+    with tempfile.TemporaryDirectory(prefix="home-", dir=Path(options[-1]).parent) as home:
+        work = Path(home, "work")
+        work.mkdir()
+        launch = plan_launch(
+            spec,
+            msgspec.structs.replace(installed, code_cache=""),
+            base_url=url,
+            api_key="none",
+            model="none",
+            prompt="Reply with one word.",
+            home=home,
+            workdir=str(work),
+            options={name: "none" for name, option in spec.options.items() if option.default is None},
+        )
+        for file in launch.files:
+            target = Path(file.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.data)
+            target.chmod(file.mode)
+        at = launch.command.index(launch.program) + 1
+        command = [*launch.command[:at], *options, *launch.command[at:]]
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(  # noqa: S603  the agent's own command
+                command,
+                cwd=work,
+                env={"PATH": os.defpath, "LANG": "C.UTF-8", **launch.env, "HOME": home, "TMPDIR": home},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                process.wait(RUN_S)
+            except subprocess.TimeoutExpired:
+                return f"(stopped after {RUN_S:.0f} seconds)"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            output.seek(0)
+            lines = output.read().decode(errors="replace").split("\n")
+            return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+
+
+@contextmanager
+def _endpoint() -> Iterator[str]:
+    """Serve `RejectRequest` on a free port, and yield its URL."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), RejectRequest) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
