@@ -164,7 +164,8 @@ def _children_s() -> float:
 async def measure_alone(
     client: GatewayClient, root: str, spec: AgentSpec, installed: Installation, count: int
 ) -> float:
-    """Return the CPU ms of the agent's own command, run in a plain folder against the gateway."""
+    """Return the CPU ms of the agent's own command, run in a plain folder against the gateway, without a code cache."""
+    installed = msgspec.structs.replace(installed, code_cache="")
     before = _children_s()
     for _ in range(count):
         opened = await client.open({"model": "bench"})

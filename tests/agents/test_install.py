@@ -341,6 +341,37 @@ def test_package_with_another_hash_is_not_installed(
 
 
 @pytest.mark.process
+def test_command_completes_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_wheel(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shell = spec.find_agent("shell").spec
+
+    def agent(*prepare: str) -> spec.AgentSpec:
+        recipe = msgspec.structs.replace(
+            shell.install, pip="tiny-agent", version="1.0", python=version, program="tiny_agent.py", prepare=prepare
+        )
+        return msgspec.structs.replace(shell, install=recipe)
+
+    with pytest.raises(AgentError, match=r"could not prepare shell 1.0: cp \S+/new/missing") as error:
+        install.ensure_installed(agent("cp", "{install}/missing", "x"), ignore)
+    assert "No such file" in error.value.message
+    assert not install.install_folder(agent()).exists()
+    copying = agent("cp", "{program}", "{install}/copy.py")
+    folder = Path(install.ensure_installed(copying, ignore).folder)
+    assert (folder / "copy.py").read_bytes() == (folder / "tiny_agent.py").read_bytes()
+    assert install.explain_missing(copying) is None
+    assert install.explain_missing(agent()) is not None  # another recipe
+
+
+def test_installations_of_older_versions_are_used() -> None:
+    """The fingerprint of an agent that has no `install.prepare` is the same as before that field existed."""
+    text = 'name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["x"]\n[install]\nnpm = "x"\nversion = "1.0"\nprogram = "x.js"\n'
+    assert install._fingerprint(spec.parse_spec(text, "mine.toml")) == "mine d10c1c9d67711183\n"
+
+
+@pytest.mark.process
 @pytest.mark.needs("node")
 @pytest.mark.parametrize("tampered", [False, True])  # the first is the control
 def test_npm_package_with_another_hash_is_not_installed(

@@ -95,7 +95,11 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
             '[install]\npip = "x"\nversion = "1.0"\npython = "3.11"\nalso = ["y"]',
             "install.also[0] must be pinned as name==version, not 'y'",
         ),
-        ('[install]\nversion = "1"', "install.version and install.program need a package"),
+        ('[install]\nversion = "1"', "install.version, install.program and install.prepare need a package"),
+        (
+            '[install]\nnpm = "x"\nversion = "1.0"\nprogram = "x"\nprepare = ["{program}", "{home}"]',
+            "install.prepare[1]: only {install}, {program} and {node} can be used here",
+        ),
         (
             'preload = ["json"]',
             'preload needs install.pip, a command that begins with "{python}", "{install}", and no stdin',

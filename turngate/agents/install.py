@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents import code_cache
+from turngate.agents import code_cache, placeholders
 from turngate.agents.installation import PYTHON_VARIABLE, Installation
 from turngate.agents.interpreters import find_python
 from turngate.agents.spec import AgentSpec
@@ -119,6 +119,11 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
                 f"{spec.name}: install.program is {recipe.program}, but the installed package has no such file; correct install.program",
                 param="install.program",
             )
+        if recipe.prepare:
+            report(f"preparing {spec.name} …")
+            values = {"install": str(new), "program": str(new / recipe.program), "node": str(node or "")}
+            words = [placeholders.fill(word, values) for word in recipe.prepare]
+            _run_command(f"prepare {spec.name} {recipe.version}", words, cwd=new)
 
     build_once(folder, _fingerprint(spec), build, report)
     installed = Installation(
@@ -282,7 +287,10 @@ def install_folder(spec: AgentSpec) -> Path:
 
 def _fingerprint(spec: AgentSpec) -> str:
     ours = [RUN_MODULE, SCRIPT_HEADER] if spec.install.pip else []
-    recipe = json.dumps([RECIPE_VERSION, msgspec.to_builtins(spec.install), *ours], sort_keys=True)
+    fields = msgspec.to_builtins(spec.install)
+    if not spec.install.prepare:  # older installations do not have this field in their fingerprint
+        del fields["prepare"]
+    recipe = json.dumps([RECIPE_VERSION, fields, *ours], sort_keys=True)
     return f"{spec.name} {hashlib.sha256(recipe.encode()).hexdigest()[:16]}\n"
 
 

@@ -57,6 +57,9 @@ class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deps: bool = True  # pip: install the package's dependencies; false if `also` lists all of them
     python: str = ""  # pip: the Python version that the agent runs on, such as 3.11
     program: str = ""  # the program's path inside the installation
+    prepare: tuple[
+        str, ...
+    ] = ()  # a command that completes the installation. It may contain {install}, {program} and {node}
     check: tuple[str, ...] = ()  # a command that succeeds if the sandbox has the agent
 
 
@@ -159,6 +162,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Yield the field name and the value of each text that may contain placeholders."""
         yield from ((f"command[{n}]", word) for n, word in enumerate(self.command))
         yield "stdin", self.stdin
+        yield from ((f"install.prepare[{n}]", word) for n, word in enumerate(self.install.prepare))
         yield from ((f"env.{name}", text) for name, text in self.env.items())
         for n, file in enumerate(self.files):
             yield f"files[{n}].path", file.path
@@ -306,8 +310,11 @@ def _install_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     packaged = bool(install.npm or install.pip)
     if packaged and not re.fullmatch(r"[0-9][\w.+-]*", install.version):
         yield "install.version", f"install.version must be an exact version such as 1.2.3, not {install.version!r}"
-    if not packaged and (install.version or install.program):
-        yield "install", "install.version and install.program need a package; set install.npm or install.pip"
+    if not packaged and (install.version or install.program or install.prepare):
+        yield (
+            "install",
+            "install.version, install.program and install.prepare need a package; set install.npm or install.pip",
+        )
     if install.npm and not install.program:
         yield (
             "install.program",
@@ -364,6 +371,8 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
         except placeholders.UnknownPlaceholder as error:
             hint = suggestion(error.name, known) if error.name not in known else ""
             yield field, f"{field}: {{{error.name}}} {error}{hint}"
+        if field.startswith("install.prepare") and set(placeholders.find_names(text)) - {"install", "program", "node"}:
+            yield field, f"{field}: only {{install}}, {{program}} and {{node}} can be used here"
         if field.startswith("signals.") and set(placeholders.find_names(text)) - {"model", "small_model"}:
             yield field, f"{field}: only {{model}} and {{small_model}} can be used here"
     install = spec.install

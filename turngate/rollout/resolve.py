@@ -181,7 +181,7 @@ class MachineResolver:
 
     async def _install_agent(self, agent: AgentSpec) -> Installation:
         """Return the agent's installation, and install it if necessary. The result is cached, because `ensure_installed` is slow."""
-        key = msgspec.json.encode([agent.name, agent.install, agent.uses("node")])
+        key = msgspec.json.encode([agent.name, agent.install, agent.uses("node"), agent.code_cache])
         async with self._installing.setdefault(key, asyncio.Lock()):
             if key not in self._installations:
                 try:
