@@ -1,11 +1,18 @@
-"""A real Python agent that is forked from a fork server behaves like one that was started."""
+"""Real agents with warm starts: a Python agent that is forked from a fork server, and a Node agent with a code cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
 import pytest
 
-from tests.agents_real.kit import Check, findings
+from tests.agents_real.kit import Check, agent, findings
+from tests.speed import scaled
+from turngate.rollout.agent_check import CheckOptions, prepare_check
 from turngate.sandboxes import warm_start
+from turngate.sandboxes.base import Backend
 
 SANDBOXES = [
     pytest.param("local", marks=pytest.mark.real),
@@ -23,3 +30,26 @@ async def test_warm_agent_is_fully_captured(run: Check, sandbox: str, monkeypatc
     assert report.passed, findings(report)
     assert report.outcome.roles == {"main": 5}
     assert warm_start.counts == {"warm": 1}
+
+
+@pytest.mark.needs("agent:continue")
+@pytest.mark.parametrize(
+    "sandbox",
+    [
+        pytest.param("local", marks=pytest.mark.full),
+        pytest.param("bubblewrap", marks=[pytest.mark.needs("bubblewrap"), pytest.mark.real]),
+        pytest.param("docker", marks=[pytest.mark.needs("docker"), pytest.mark.full]),
+    ],
+)
+async def test_node_agent_runs_cached_code(backend: Callable[[str], Backend], sandbox: str, tmp_path: Path) -> None:
+    """The cache that was built on this machine is used in each sandbox, although its paths, user and node differ."""
+    spec, installed = agent("continue")
+    assert installed.code_cache
+    loud = msgspec.structs.replace(spec, env={**spec.env, "NODE_DEBUG_NATIVE": "COMPILE_CACHE"})
+    options = CheckOptions(timeout_s=scaled(CheckOptions().timeout_s))
+    async with prepare_check(loud, installed, backend(sandbox), tmp_path, options) as ready:
+        report = await ready.run()
+    assert report.passed, findings(report)
+    output = report.outcome.collected.stderr
+    assert output.count("dist/index.js was accepted") == 1  # the program itself, in one file
+    assert "rejected" not in output
