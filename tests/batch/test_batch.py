@@ -383,7 +383,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
         (["--only", "three"], "task: no task in"),
         (
             ["--script", "reference"],
-            "script 'reference' cannot be used: the description of the agent shell has no [shell_call] (task one)",
+            "task one: script 'reference' cannot be used: the description of the agent shell has no [shell_call]; add [shell_call]",
         ),
         (["--on-timeout", "ignore"], "--on-timeout must be one of grade, exclude, zero, not 'ignore'"),
         (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),
