@@ -206,6 +206,18 @@ async def test_remaining_rollouts_of_invalid_task_are_skipped() -> None:
         )
 
 
+async def test_note_about_invalid_task_names_graders_log() -> None:
+    async with open_harness() as harness:
+        batch = harness.batch(harness.plan("grader-0", n=3))
+        result = await batch.run()
+        assert {rollout.message.count("the grader fails in the same way") for rollout in result.finished} == {1}
+        [note] = [note for note in batch.progress.notes if "task grader-0 is invalid" in note]
+        log = note.partition("the grader's complete output is in ")[2].partition(
+            "; the error was: the grader's script"
+        )[0]
+        assert Path(log).is_file() and Path(log).is_relative_to(harness.out)
+
+
 async def test_different_plan_in_same_folder_is_refused() -> None:
     async with open_harness() as harness:
         await run_batch(harness.plan("well-0", n=1), harness.client, harness.connector)
@@ -383,7 +395,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
         (["--only", "three"], "task: no task in"),
         (
             ["--script", "reference"],
-            "script 'reference' cannot be used: the description of the agent shell has no [shell_call] (task one)",
+            "task one: script 'reference' cannot be used: the description of the agent shell has no [shell_call]; add [shell_call]",
         ),
         (["--on-timeout", "ignore"], "--on-timeout must be one of grade, exclude, zero, not 'ignore'"),
         (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),

@@ -27,6 +27,7 @@ from turngate import tasks
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.bind import RunningGateway
 from turngate.store.store import Store
+from turngate.telemetry.logs import REDACTED
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -342,6 +343,63 @@ def test_failed_setup_is_a_fault(data: Path, tmp_path: Path) -> None:
     assert "error after " in done.stdout
     assert "  fault   task, in stage setup: the setup script failed with exit code 4: no such thing\n" in done.stdout
     assert sessions(data) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "output"),
+    [
+        (
+            "set -e\necho begin\nno-such-program",
+            "(exit code 127): it wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier; on the untouched",
+            ["begin", "$TURNGATE_TESTS/test.sh: line 3: no-such-program: command not found"],
+        ),
+        (
+            "exit 3",
+            "(exit code 3): it wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier; it printed nothing; on",
+            [],
+        ),
+        (
+            "printf 'first\\n\\033[31m3 of 4\\n'; echo 3/4 > $TURNGATE_LOGS/verifier/reward.txt",
+            "(exit code 0): reward.txt must contain a finite number, not b'3/4\\n'; on the untouched task",
+            ["first", "␛[31m3 of 4"],
+        ),
+        (
+            "(echo 1 > /logs/verifier/none/reward.txt) 2>&-; echo last",
+            '; the script uses /logs/verifier, but in the local sandbox the folder is elsewhere: use "${TURNGATE_LOGS:-/logs}/verifier";',
+            ["last"],
+        ),
+    ],
+)
+def test_broken_grading_script_is_explained(
+    script: str, reason: str, output: list[str], data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "task" / "tests").mkdir(parents=True)
+    (tmp_path / "task" / "instruction.md").write_text("Do it.")
+    (tmp_path / "task" / "tests" / "test.sh").write_text(script)
+    done = run_cli(*shell_run(data, "true", "--task", tmp_path / "task"))
+    assert done.exit_code == 3 and "  grade   no reward (invalid task)\n" in done.stdout
+    outcome = outcome_of(data)
+    assert outcome["reward"] is None
+    start = done.stdout.index("  reason  ")
+    shown = done.stdout[start : done.stdout.index("  note    ")].splitlines()
+    assert shown[0].startswith("  reason  the grader's script gave no reward (exit code ") and reason in shown[0]
+    assert "on the untouched task, the grader fails in the same way" in shown[0]
+    assert shown[-len(output) or 1 :] == [f"{'':10}{line}" for line in output]
+    log = data / "rollouts" / outcome["session"] / "grade.log"
+    assert f"  note    the grader's complete output is in {log}\n" in done.stdout and log.is_file()
+    assert all(done.stdout.count(line) == 1 for line in (reason, *output))
+
+
+def test_reason_of_a_rubrics_part_is_printed_once(data: Path, tmp_path: Path) -> None:
+    """Without the agent's secret, which its work contains."""
+    (tmp_path / "task" / "tests").mkdir(parents=True)
+    (tmp_path / "task" / "instruction.md").write_text("Do it.")
+    (tmp_path / "task" / "task.toml").write_text('[[turngate.rubric]]\nname = "style"\nscript = "style.sh"\n')
+    (tmp_path / "task" / "tests" / "style.sh").write_text("cat key || exit 4; echo broken; exit 3")
+    done = run_cli(*shell_run(data, "echo key=$OPENAI_API_KEY > key", "--task", tmp_path / "task"))
+    part = "  style: none (weight 1) the grader's script gave no reward (exit code 3): "
+    assert f"\n          key={REDACTED}\n          broken\n" in done.stdout
+    assert part in done.stdout and done.stdout.count("exit code 3") == done.stdout.count("broken") == 1, done.stdout
 
 
 def test_missing_agent_program_is_a_fault(data: Path, tmp_path: Path) -> None:

@@ -114,3 +114,25 @@ async def test_grade_log_is_truncated_and_redacted(isolated: GradingEnvironment,
     assert b"\nbegin\nkey ***\n" in whole and whole.endswith(b"\nend\n") and b"bytes omitted" in whole
     assert len(whole) < 40_000_000 and len(result.log) <= 8000 and result.log.endswith("end\n")
     assert b"hunter22" not in whole
+
+
+async def test_reason_has_last_lines_redacted(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """A script that gives no reward is explained by its last lines, which can be printed safely."""
+    loud = 'seq 100; head -c 9000 /dev/zero | tr "\\0" x; printf "\\n\\n\\033[31mkey %s\\n" "$JUDGE_API_KEY"; exit 3'
+    task = kit.script_task(tmp_path / "task", {"test.sh": loud}, env={"JUDGE_API_KEY": "hunter22"})
+    work = kit.make_work(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)
+    for graded in (None, work):
+        result = await kit.grade_and_check(task, graded, isolated)
+        assert (result.kind, result.reward) == ("invalid task", None)
+        reason, long, last = result.message.split("\n")
+        assert "(exit code 3): it wrote neither reward.txt nor reward.json to /logs/verifier;" in reason
+        assert len(long) == 200 and last == "␛[31mkey ***"
+
+
+async def test_output_of_broken_grader_is_shown_with_reason(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    script = 'if grep -q break prices.py; then echo "it broke"; exit 3; fi; echo 1 > $TURNGATE_LOGS/verifier/reward.txt'
+    task = kit.script_task(tmp_path / "task", {"test.sh": script})
+    work = kit.make_work(tmp_path / "work", {"prices.py": "# break\n"}, kit.FOLDER)
+    result = await kit.grade_and_check(task, work, isolated)
+    assert (result.kind, result.reward) == ("graded", 0.0)
+    assert result.message.endswith("so the work broke the grader; the output ended with:\nit broke")

@@ -19,6 +19,7 @@ from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.rollout.reference import REPLAY_NOTE, ReferenceReplay, play_reference
 from turngate.sandboxes import get_backend
 from turngate.tasks import BUNDLED_TASK, Task, load_task
+from turngate.tasks.task import Solution
 from turngate.types import Sampling
 
 TASK = load_task(BUNDLED_TASK)
@@ -78,9 +79,19 @@ def test_workdir_is_filled_in() -> None:
     ("task", "agent", "config", "reason"),
     [
         ({"solution": None}, {}, {}, "the task has no solution/solve.sh"),
-        ({}, {"shell_call": None}, {}, "the description of the agent mini-swe-agent has no [shell_call]"),
+        (
+            {},
+            {"shell_call": None},
+            {},
+            "the description of the agent mini-swe-agent has no [shell_call]; to replay one, add [shell_call] to the agent's file",
+        ),
         ({"source": "mine"}, {}, {}, "--script reference was not passed, and this is not the bundled task"),
-        ({}, {}, {"tokenizer": "x"}, "the replies are written for the built-in tokenizer (remove --tokenizer)"),
+        (
+            {},
+            {},
+            {"tokenizer": "x"},
+            "the replies are written for the built-in tokenizer; to replay one, remove --tokenizer",
+        ),
     ],
 )
 def test_note_explains_missing_replay(
@@ -88,14 +99,57 @@ def test_note_explains_missing_replay(
 ) -> None:
     replay = play_reference(_replace(TASK, task), _replace(MINI, agent), get_backend("local"), ServeConfig(**config))
     assert not replay.commands
-    assert f"because {reason};" in replay.note and "--engine" in replay.note and "--script" in replay.note
+    assert f"because {reason}" in replay.note and "--engine" in replay.note and "--script" in replay.note
 
 
-def test_requested_replay_works_for_any_task_or_fails() -> None:
+def test_requested_replay_works_for_any_task() -> None:
     config = ServeConfig(script="reference")
     assert play_reference(_replace(TASK, {"source": "mine"}), MINI, get_backend("local"), config).commands
-    with pytest.raises(ConfigError, match="script 'reference' cannot be used: the task has no solution"):
-        play_reference(_replace(TASK, {"solution": None}), MINI, get_backend("local"), config)
+
+
+OR_FILE = ", or pass --script FILE with the replies"
+
+
+@pytest.mark.parametrize(
+    ("task", "agent", "config", "error"),
+    [
+        ({"solution": None}, {}, {}, f"the task has no solution/solve.sh; add one{OR_FILE}"),
+        (
+            {"grader": None},
+            {},
+            {},
+            f"the task has no grader; choose a task with tests/test.sh and solution/solve.sh{OR_FILE}",
+        ),
+        (
+            {"solution": Solution(patch="x", env={"KEY": "x"})},
+            {},
+            {},
+            "the task's solution cannot be replayed: it needs environment variables, and the trace would contain their values; "
+            f"choose another task{OR_FILE}",
+        ),
+        (
+            {},
+            {"shell_call": None},
+            {},
+            "the description of the agent mini-swe-agent has no [shell_call]; add [shell_call] to the agent's file "
+            f"(docs/agents.md){OR_FILE}",
+        ),
+        (
+            {},
+            {},
+            {"tokenizer": "x"},
+            f"the replies are written for the built-in tokenizer; remove --tokenizer{OR_FILE}",
+        ),
+        ({}, {}, {"engine": "vllm"}, "the engine is vllm; remove --engine to use the scripted engine"),
+    ],
+)
+def test_impossible_replay_is_explained(
+    task: dict[str, Any], agent: dict[str, Any], config: dict[str, Any], error: str
+) -> None:
+    settings = ServeConfig(script="reference", **config)
+    with pytest.raises(ConfigError) as failed:
+        play_reference(_replace(TASK, task), _replace(MINI, agent), get_backend("local"), settings)
+    assert failed.value.message == f"script 'reference' cannot be used: {error}"
 
 
 def test_note_without_expected_replay(tmp_path: Path) -> None:

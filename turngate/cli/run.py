@@ -304,19 +304,22 @@ def _print_grade(outcome: Outcome, console: Console) -> None:
     _print_line(console, "grade", f"{reward}{resolved} ({grade.kind}{f'; tests: {cases}' if cases else ''})", style)
     for part in grade.parts:
         part_reward = "none" if part.reward is None else f"{part.reward:g}"
-        _print_line(
-            console,
-            "",
-            f"{sanitize_line(part.name)}: {part_reward} (weight {part.weight:g}) {sanitize_line(part.message)}".rstrip(),
-        )
-    if grade.message:
-        _print_line(console, "reason", sanitize_line(grade.message))
+        head = f"{sanitize_line(part.name)}: {part_reward} (weight {part.weight:g})"
+        _print_lines(console, "", f"{head} {part.message}".rstrip())
+    if grade.message and not grade.parts:  # the message of a rubric repeats the messages of its parts
+        _print_lines(console, "reason", grade.message)
     for text in grade.notes:
         _print_line(console, "note", sanitize_line(text), "yellow")
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _print_lines(console: Console, name: str, text: str) -> None:
+    """Print text that was not sanitized. Only its first line has the name."""
+    for n, line in enumerate(text.split("\n")):
+        _print_line(console, "" if n else name, sanitize_line(line))
 
 
 def _print_line(console: Console, name: str, text: str, style: str = "") -> None:

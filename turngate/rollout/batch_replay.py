@@ -75,5 +75,5 @@ def play_references(plan: BatchPlan, config: ServeConfig) -> BatchReplay:
         try:
             replays[task.id] = play_reference(task, plan.agent, plan.backend, config)
         except ConfigError as error:
-            raise ConfigError(f"{error.message} (task {task.id})", param=error.param) from None
+            raise ConfigError(f"task {task.id}: {error.message}", param=error.param) from None
     return BatchReplay(replays)

@@ -15,6 +15,7 @@ from turngate.tasks.grading.types import Grade
 from turngate.trace.training_report import TrainingReport, list_warnings
 from turngate.trace.tree import RefusedCalls
 
+GRADE_LOG = "grade.log"  # the complete output of the grader, in the rollout's folder
 Stage = Literal[
     "sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "grade", "record"
 ]

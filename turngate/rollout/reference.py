@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+import msgspec
+
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep
 from turngate.config import REFERENCE_SCRIPT, ServeConfig
 from turngate.engines.base import Engine
@@ -104,27 +106,47 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
 
     If the solution cannot be replayed, return a replay without commands, or raise `ConfigError` if the configuration requires a replay.
     """
-
-    def without_replay(reason: str) -> ReferenceReplay:
-        if config.script == REFERENCE_SCRIPT:
-            raise ConfigError(
-                f"script {REFERENCE_SCRIPT!r} cannot be used: {reason or 'the engine must be scripted, and the task must have a grader'}",
-                param="script",
-            )
+    is_required = config.script == REFERENCE_SCRIPT
+    if is_required and config.engine != "scripted":
+        raise _script_error(f"the engine is {config.engine}; remove --engine to use the scripted engine")
+    may_replay = is_required or (not config.script and task.grader is not None)
+    if config.engine != "scripted" or not may_replay:
+        return ReferenceReplay(task.instruction, agent)
+    if not is_required and task.source != str(BUNDLED_TASK):
+        reason = f"--script {REFERENCE_SCRIPT} was not passed, and this is not the bundled task"
         return ReferenceReplay(task.instruction, agent, reason=reason)
+    commands = _plan_commands(task, agent, backend, config)
+    if not isinstance(commands, _Obstacle):
+        return ReferenceReplay(task.instruction, agent, commands)
+    if is_required:
+        raise _script_error(f"{commands.reason}; {commands.fix}, or pass --script FILE with the replies")
+    return ReferenceReplay(task.instruction, agent, reason=f"{commands.reason}; to replay one, {commands.fix}")
 
-    if config.engine != "scripted" or config.script not in ("", REFERENCE_SCRIPT) or task.grader is None:
-        return without_replay("")
-    if not config.script and task.source != str(BUNDLED_TASK):
-        return without_replay(f"--script {REFERENCE_SCRIPT} was not passed, and this is not the bundled task")
+
+class _Obstacle(msgspec.Struct, frozen=True):
+    """Why a solution cannot be replayed, and how to change that."""
+
+    reason: str
+    fix: str
+
+
+def _plan_commands(task: Task, agent: AgentSpec, backend: Backend, config: ServeConfig) -> tuple[str, ...] | _Obstacle:
+    if task.grader is None:
+        return _Obstacle("the task has no grader", "choose a task with tests/test.sh and solution/solve.sh")
     if config.tokenizer:
-        return without_replay("the replies are written for the built-in tokenizer (remove --tokenizer)")
+        return _Obstacle("the replies are written for the built-in tokenizer", "remove --tokenizer")
     if agent.shell_call is None:
-        return without_replay(f"the description of the agent {agent.name} has no [shell_call]")
+        return _Obstacle(
+            f"the description of the agent {agent.name} has no [shell_call]",
+            "add [shell_call] to the agent's file (docs/agents.md)",
+        )
     if task.solution is None:
-        return without_replay("the task has no solution/solve.sh")
+        return _Obstacle("the task has no solution/solve.sh", "add one")
     try:
-        commands = reference_commands(task.solution, backend)
+        return reference_commands(task.solution, backend)
     except TaskError as error:
-        return without_replay(error.message)
-    return ReferenceReplay(task.instruction, agent, commands)
+        return _Obstacle(error.message, "choose another task")
+
+
+def _script_error(reason: str) -> ConfigError:
+    return ConfigError(f"script {REFERENCE_SCRIPT!r} cannot be used: {reason}", param="script")

@@ -25,7 +25,7 @@ from turngate.rollout.ledger import (
     UnrecordedRollout,
     timestamp,
 )
-from turngate.rollout.outcome import Outcome
+from turngate.rollout.outcome import GRADE_LOG, Outcome
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import BatchProgress, BatchProgressCallback
 from turngate.rollout.recording import build_record
@@ -140,9 +140,11 @@ class BatchResults:
                 self.note(f"{finished.rollout}: {warning}")
         is_new = finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after
         if is_new and finished.task not in self._valid:
+            log = self._plan.folder / "rollouts" / finished.session / GRADE_LOG
+            where = f"the grader's complete output is in {log}; " if finished.session and log.is_file() else ""
             self.note(
                 f"task {finished.task} is invalid; its remaining rollouts are skipped, unless one that is already running is graded; "
-                f"the error was: {finished.message}"
+                f"{where}the error was: {finished.message}"
             )
 
     async def skip(self, item: RolloutItem) -> None:

@@ -45,7 +45,7 @@ from turngate.rollout.classify import Classification, Ending, classify
 from turngate.rollout.collect import collect
 from turngate.rollout.connection import Connection, GatewayConnector
 from turngate.rollout.grading import grade_with_retries
-from turngate.rollout.outcome import Fault, Outcome, PhaseGate, ProgressCallback, RolloutProgress
+from turngate.rollout.outcome import GRADE_LOG, Fault, Outcome, PhaseGate, ProgressCallback, RolloutProgress
 from turngate.rollout.recording import build_record
 from turngate.rollout.redaction import Redactor
 from turngate.rollout.session import AgentSession, build_session_config
@@ -402,7 +402,7 @@ class Rollout:
             return
         assert self._work is not None
         environment = GradingEnvironment(
-            backend=spec.backend, image=spec.image, resources=spec.resources, log=self._folder / "grade.log"
+            backend=spec.backend, image=spec.image, resources=spec.resources, log=self._folder / GRADE_LOG
         )
         began = time.monotonic()
         async with self._gate("grade"), self._stages.enter("grade", since=began):
@@ -435,7 +435,8 @@ class Rollout:
         grade = verdict.grade
         if grade is not None:
             redact = self._redactor.redact_text
-            grade = msgspec.structs.replace(grade, log=redact(grade.log), message=redact(grade.message))
+            parts = tuple(msgspec.structs.replace(part, message=redact(part.message)) for part in grade.parts)
+            grade = msgspec.structs.replace(grade, log=redact(grade.log), message=redact(grade.message), parts=parts)
         outcome.status, outcome.stop, outcome.fault = verdict.status, verdict.stop, verdict.fault
         outcome.exit_code = self._ending.exit_code
         outcome.grade, outcome.reward = grade, verdict.reward

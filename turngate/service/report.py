@@ -9,7 +9,7 @@ import msgspec
 
 from turngate.common.safe_text import make_encodable
 from turngate.errors import Boundary
-from turngate.rollout.outcome import Outcome
+from turngate.rollout.outcome import GRADE_LOG, Outcome
 from turngate.service.artifacts import read_log_tails, read_tail, read_workdir
 from turngate.service.config import Clamp
 from turngate.service.conversation import build_turns, lowest_capture
@@ -100,8 +100,8 @@ def _read_workdir(outcome: Outcome, folder: Path, initial_files: Path | None, tr
 def _read_verifier_output(outcome: Outcome, folder: Path, truncator: Truncator) -> str:
     """Return the end of the grader's output, from its log file if that exists, otherwise from the grade."""
     assert outcome.grade is not None
-    if (folder / "grade.log").is_file():
-        return read_tail(folder / "grade.log", "verifier_output", truncator, truncator.clamp.verifier)
+    if (folder / GRADE_LOG).is_file():
+        return read_tail(folder / GRADE_LOG, "verifier_output", truncator, truncator.clamp.verifier)
     return truncator.keep_end("verifier_output", make_encodable(outcome.grade.log), truncator.clamp.verifier)
 
 

@@ -49,6 +49,10 @@ async def grade(task: Task, work: Work | None, environment: GradingEnvironment) 
         except OSError as error:
             note = f"the log could not be written to {environment.log}: {error.strerror}"
             result = msgspec.structs.replace(result, notes=(*result.notes, note))
+        else:
+            if result.kind == "invalid task" and log.has_output:
+                note = f"the grader's complete output is in {environment.log}"
+                result = msgspec.structs.replace(result, notes=(*result.notes, note))
     return msgspec.structs.replace(
         result,
         message=make_encodable(result.message)[:4000],
@@ -86,17 +90,20 @@ async def _grade_with(
     try:
         return (await _run_with_retry(task, grader, work, environment, log)).grade
     except Undecided as reason:
+        output = f"; the output ended with:\n{reason.output}" if reason.output else ""
         if work is None:
-            return Grade(kind="invalid task", message=f"the grader returns no reward for the untouched task: {reason}")
+            message = f"the grader returns no reward for the untouched task: {reason}{output}"
+            return Grade(kind="invalid task", message=message)
         try:
             await control()
         except Undecided as control_reason:
-            return Grade(
-                kind="invalid task", message=f"{reason}; the grader also failed on the untouched task: {control_reason}"
-            )
+            is_same = str(control_reason) == str(reason)
+            untouched = "fails in the same way" if is_same else f"also failed: {control_reason}"
+            message = f"{reason}; on the untouched task, the grader {untouched}{output}"
+            return Grade(kind="invalid task", message=message)
         except Exception as error:  # every failure becomes a grade
             return _grade_failure(task, error)
-        broken = f"{reason}. The same grader succeeds on the untouched task, so the work broke the grader"
+        broken = f"{reason}. The same grader succeeds on the untouched task, so the work broke the grader{output}"
         return Grade(kind="graded", reward=0.0, resolved=False if isinstance(grader, Swe) else None, message=broken)
     except Exception as error:  # every failure becomes a grade
         return _grade_failure(task, error)

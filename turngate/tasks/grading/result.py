@@ -10,11 +10,14 @@ from pathlib import Path
 
 import msgspec
 
+from turngate.common.safe_text import sanitize
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone
 from turngate.tasks.grading.types import CaseOutcome, Grade
 from turngate.tasks.grading.witness_report import WitnessReport
 
 TAIL_CHARS = 8000  # characters of the log that a grade includes
+_LAST_LINES = 5  # lines of output that explain why a grader gave no reward
+_LINE_CHARS = 200  # characters of each of these lines
 _MIN_SECRET = 6  # characters
 _SECRET = re.compile(
     r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE
@@ -32,7 +35,14 @@ _HOST_ERRORS = (
 
 
 class Undecided(Exception):
-    """The grader gave no reward. The control decides whether the task or the work is at fault."""
+    """The grader gave no reward. The control decides whether the task or the work is at fault.
+
+    `output` is the end of the grader's output, safe to print. It is empty if the output does not explain the failure.
+    """
+
+    def __init__(self, reason: str, output: str = "") -> None:
+        super().__init__(reason)
+        self.output = output
 
 
 class OutputUnreadable(SandboxError):
@@ -77,6 +87,7 @@ class GraderLog:
 
     def __init__(self, hidden: Iterable[str] = ()) -> None:
         self._parts: list[bytes] = []
+        self._last_output = b""
         self._secrets = {value.encode() for value in hidden if len(value) >= _MIN_SECRET}
 
     def hide_secrets(self, env: Mapping[str, str]) -> None:
@@ -87,9 +98,22 @@ class GraderLog:
     def add(self, heading: str, output: bytes) -> None:
         for secret in self._secrets:
             output = output.replace(secret, b"***")
+        self._last_output = output
         self._parts.append(
             f"── {heading} ──\n".encode() + output + (b"" if output.endswith(b"\n") or not output else b"\n")
         )
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self._parts)
+
+    def last_lines(self, names: Mapping[str, str]) -> str:
+        """Return the last lines of the output that was added last, safe to print. Each path in `names` is replaced with its name."""
+        text = self._last_output[-TAIL_CHARS:].decode("utf-8", "replace")
+        for path, name in names.items():
+            text = text.replace(path, name)
+        lines = [sanitize(line.rstrip()) for line in text.split("\n") if line.strip()][-_LAST_LINES:]
+        return "\n".join(line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 1]}…" for line in lines)
 
     def tail(self) -> str:
         whole = b"".join(self._parts[-4:])[-4 * TAIL_CHARS :]

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -31,6 +33,7 @@ PROBE_FILES = ("run.sh", "inputs")  # the parts of tests/ that the probe's sandb
 _MAX_REWARD_BYTES = 64_000  # largest reward file that is accepted
 _SIGNAL = 128  # exit codes above this mean a signal
 _MISSING, _SUSPICIOUS = 44, 45
+_FIXED_FOLDER = re.compile(rb"(?<![\w.}/-])/logs/verifier")  # not the end of another path
 _EXEC = 'exec "$@" 2>&1'  # one log for stdout and stderr
 # $1: the folder for logs, $2: the folder for tests. The three folders are the same as in Harbor.
 _PREPARE = f"""{grading_sandbox.SYSTEM_PATH}
@@ -128,17 +131,32 @@ async def _run_script(
         await sandbox.upload(probed, f"{logs}/probe")
     done = await _exec(sandbox, grader.command, grader.timeout_s, tests, logs, {**grader.env, **env})
     log.add(f"script: {_describe_exit(done)}", done.stdout)
+    try:
+        return await _decide(sandbox, grader, done, logs)
+    except Undecided as reason:
+        # The folders of a sandbox on the host have random names. Without them, equal failures have equal messages.
+        names = {tests: "$TURNGATE_TESTS", logs: "$TURNGATE_LOGS", sandbox.home: "$HOME", sandbox.workdir: "."}
+        output = log.last_lines({} if logs == grading_sandbox.LOGS else names)
+        raise Undecided(f"{reason}{'' if output else '; it printed nothing'}", output) from None
+
+
+async def _decide(sandbox: Sandbox, grader: Script, done: ExecResult, logs: str) -> float:
+    """Return the reward of a script that has ended."""
     if done.timed_out:
         raise Undecided(f"the grader's script took longer than its limit of {grader.timeout_s:g} s")
-    if done.exit_code > _SIGNAL:
-        raise Undecided(f"the grader's script was killed by signal {done.exit_code - _SIGNAL} before it gave a reward")
-    if grader.decides == "exit code":
-        if done.exit_code in (0, 1):
-            return 1.0 - done.exit_code
+    code = done.exit_code
+    if code > _SIGNAL:
         raise Undecided(
-            f"the grader's script ended with exit code {done.exit_code}, which is neither 0 (passed) nor 1 (failed)"
+            f"the grader's script was killed by signal {code - _SIGNAL} (exit code {code}) before it gave a reward"
         )
-    return await _read_reward(sandbox, logs)
+    if grader.decides == "exit code":
+        if code in (0, 1):
+            return 1.0 - code
+        raise Undecided(f"the grader's script ended with exit code {code}, which is neither 0 (passed) nor 1 (failed)")
+    try:
+        return await _read_reward(sandbox, grader, logs)
+    except Undecided as reason:
+        raise Undecided(f"the grader's script gave no reward (exit code {code}): {reason}") from None
 
 
 async def _prepare(sandbox: Sandbox, environment: GradingEnvironment, files: Path | None) -> tuple[str, str]:
@@ -170,15 +188,16 @@ def _describe_exit(done: ExecResult) -> str:
     return "timed out" if done.timed_out else f"exit code {done.exit_code}"
 
 
-async def _read_reward(sandbox: Sandbox, logs: str) -> float:
+async def _read_reward(sandbox: Sandbox, grader: Script, logs: str) -> float:
     with reading_output():
         done = await sandbox.exec(
             ["/bin/sh", "-c", _READ, "sh", logs], cwd="/", timeout_s=grading_sandbox.STEP_TIMEOUT_S
         )
     if done.exit_code == _MISSING:
-        raise Undecided(
-            "the grader's script wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier (/logs/verifier)"
-        )
+        is_moved = logs != grading_sandbox.LOGS
+        hint = await asyncio.to_thread(_explain_fixed_folder, grader) if is_moved else ""
+        where = "$TURNGATE_LOGS" if is_moved else logs
+        raise Undecided(f"it wrote neither reward.txt nor reward.json to {where}/verifier{hint}")
     if done.exit_code == _SUSPICIOUS:
         raise Undecided(
             "the reward file is a link, is not writable or is not a regular file, so it may have been planted"
@@ -187,6 +206,22 @@ async def _read_reward(sandbox: Sandbox, logs: str) -> float:
     if done.exit_code or len(content) > _MAX_REWARD_BYTES:
         raise Undecided(f"the reward file cannot be read, or is longer than {_MAX_REWARD_BYTES} bytes")
     return _parse_reward(kind.decode(), content)
+
+
+def _explain_fixed_folder(grader: Script) -> str:
+    """Return a hint if the script writes to /logs/verifier, although its sandbox has the folder for logs elsewhere."""
+    texts = [word.encode("utf-8", "surrogateescape") for word in grader.command]
+    for word in grader.command:
+        if grader.files is not None and _is_in_tests(word):
+            with suppress(OSError):
+                texts.append((grader.files / word[len(grading_sandbox.TESTS) + 1 :]).read_bytes())
+    script = b"\n".join(texts)
+    if b"TURNGATE_LOGS" in script or not _FIXED_FOLDER.search(script):
+        return ""
+    return (
+        f"; the script uses {grading_sandbox.LOGS}/verifier, but in the local sandbox the folder is elsewhere: use "
+        f'"${{TURNGATE_LOGS:-{grading_sandbox.LOGS}}}/verifier"'
+    )
 
 
 def _parse_reward(kind: str, content: bytes) -> float:
