@@ -31,7 +31,7 @@ MODULES = {
 }
 # Old name → new name.
 NAMES = {
-    "turngate.agents.install.Installed": "turngate.agents.install.Installation",
+    "turngate.agents.install.Installed": "turngate.agents.installation.Installation",
     "turngate.agents.install.ensure": "turngate.agents.install.ensure_installed",
     "turngate.agents.install.missing": "turngate.agents.install.explain_missing",
     "turngate.agents.launch.Limits": "turngate.agents.launch.ModelLimits",

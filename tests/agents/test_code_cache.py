@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.agents.test_launch import agent
+from tests.agents.test_launch import INSTALLED, agent, plan
 from tests.speed import scaled
 from turngate.agents import code_cache, install
 from turngate.agents.installation import Installation
-from turngate.agents.launch import plan_launch
-from turngate.agents.spec import AgentSpec
+from turngate.agents.spec import AgentSpec, find_agent
 from turngate.errors import SandboxError
 
 SPEC = """
@@ -178,25 +178,18 @@ def test_runs_of_agent_make_calls_that_are_rejected(
     assert not Path(lines[3]).exists()
 
 
-def test_cache_is_enabled_before_program(spec: AgentSpec) -> None:
-    installed = Installation(folder="/cache/x", program="/cache/x/x.js", node="/cache/node/bin/node")
-    cached = Installation(
-        folder="/cache/x",
-        program="/cache/x/x.js",
-        node="/cache/node/bin/node",
-        code_cache="/cache/x/code-cache/enable.cjs",
-    )
-    words = {"base_url": "http://x", "api_key": "k", "model": "m", "prompt": "p", "home": "/home", "workdir": "/work"}
-    plain = plan_launch(spec, installed, **words).command
+def test_cache_is_enabled_before_program() -> None:
+    agent = find_agent("continue").spec
+    cached = msgspec.structs.replace(INSTALLED, code_cache=f"{INSTALLED.folder}/code-cache/enable.cjs")
     moved, _ = cached.relocate("/opt/turngate")
-    assert plain[-4:] == ("/cache/node/bin/node", "/cache/x/x.js", "--model", "m")
-    command = plan_launch(spec, moved, **words).command
+    plain, command = plan(agent).command, plan(agent, installed=moved).command
+    at = plain.index(INSTALLED.node)
+    assert plain[at + 1] == INSTALLED.program
     assert command == (
-        *plain[:-4],
+        *plain[:at],
         "/opt/turngate/node/node",
         "--require",
         "/opt/turngate/agent/code-cache/enable.cjs",
-        "/opt/turngate/agent/x.js",
-        "--model",
-        "m",
+        "/opt/turngate/agent/x",
+        *plain[at + 2 :],
     )

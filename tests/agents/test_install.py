@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from turngate.agents import install, spec
+from turngate.agents.installation import PYTHON_VARIABLE, Installation
 from turngate.agents.interpreters import Interpreter
 from turngate.errors import AgentError
 
@@ -85,7 +86,7 @@ def test_installations_for_different_pythons_do_not_share_folder() -> None:
 
 
 def test_sandbox_with_host_programs_runs_agent_python_by_path() -> None:
-    installed = install.Installation(folder="/cache/x", program="/cache/x/bin/x", python="python3.12")
+    installed = Installation(folder="/cache/x", program="/cache/x/bin/x", python="python3.12")
     installed = msgspec.structs.replace(installed, host_python=PYTHON_312)
     assert installed.mounts == ("/cache/x",)  # an image has its own Python
     assert installed.relocate("/opt/turngate")[0].python == "python3.12"
@@ -101,8 +102,8 @@ def test_sandbox_with_host_programs_runs_agent_python_by_path() -> None:
 def test_agent_without_installer_needs_nothing() -> None:
     shell = spec.find_agent("shell").spec
     assert install.explain_missing(shell) is None
-    assert install.ensure_installed(shell, ignore) == install.Installation()
-    assert install.Installation().mounts == ()
+    assert install.ensure_installed(shell, ignore) == Installation()
+    assert Installation().mounts == ()
 
 
 def test_missing_installation_is_explained(empty_cache: Path) -> None:
@@ -202,7 +203,7 @@ def test_scripts_run_wherever_installation_is_mounted(tmp_path: Path, header: st
     (tmp_path / "link").symlink_to(mounted / "bin" / "thing")
     for program in (mounted / "bin" / "thing", tmp_path / "link"):
         command = [program, "-a", "b c"]
-        env = {"PATH": "/usr/bin:/bin", install.PYTHON_VARIABLE: sys.executable}
+        env = {"PATH": "/usr/bin:/bin", PYTHON_VARIABLE: sys.executable}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (3, f"{[str(program), '-a', 'b c']}\n"), done.stderr
     assert (mounted / "bin" / "native").read_bytes() == b"\x7fELF"

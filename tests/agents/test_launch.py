@@ -29,11 +29,16 @@ PROMPTS = {
 PRESETS = list(spec.load_catalog())
 
 
-def plan(agent: spec.AgentSpec, prompt: str = "Do it.", model: str = "Qwen/Qwen3-8B", **more: object) -> Launch:
+def plan(
+    agent: spec.AgentSpec,
+    prompt: str = "Do it.",
+    model: str = "Qwen/Qwen3-8B",
+    installed: Installation = INSTALLED,
+) -> Launch:
     options = {"command": "true"} if agent.name == "shell" else None
     return plan_launch(
         agent,
-        INSTALLED,
+        installed,
         base_url="http://127.0.0.1:8700/",
         api_key=KEY,
         model=model,
