@@ -32,6 +32,7 @@ program = "x.js"
 STORES = """\
 if [ "$1" = --expose-internals ]; then
     cache="$(dirname "$3")/modules/v24-x64-abc-$(id -u)"
+    echo "$cache" > "$0.cache"
     mkdir -p "$cache" && chmod 700 "$cache"
     (umask 077 && echo code > "$cache/module")
 fi
@@ -77,10 +78,12 @@ def install_agent(spec: AgentSpec) -> tuple[Installation, list[str]]:
 def test_cache_is_built_once_and_readable_for_users_of_sandboxes(
     make_node: Callable[[str], Path], spec: AgentSpec
 ) -> None:
-    make_node(STORES)
+    node = make_node(STORES)
     installed, lines = install_agent(spec)
     assert lines == ["compiling mine …"]
     folder = Path(installed.folder, code_cache.FOLDER)
+    built = Path(node.with_name("node.cache").read_text().strip())
+    assert len(built.parts) == len((folder / "modules" / built.name).parts)  # keys contain relative paths
     assert installed.code_cache == str(folder / "enable.cjs")
     for user in (*code_cache.USERS, os.getuid()):
         module = folder / "modules" / f"v24-x64-abc-{user}" / "module"

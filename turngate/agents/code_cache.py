@@ -99,21 +99,24 @@ def fingerprint(spec: AgentSpec, installed: Installation) -> str:
 
 
 def build(folder: Path, spec: AgentSpec, installed: Installation) -> str:
-    """Fill the cache's folder. Return why there is no cache, or an empty string. Without a cache, there is no script in the folder."""
-    store = folder / "store.cjs"
-    store.write_text(_STORE_SCRIPT)
-    enable = folder / ENABLE
-    enable.write_text(ENABLE_SCRIPT)
+    """Fill the cache's folder. Return why there is no cache, or an empty string. Without a cache, there is no script in the folder.
+
+    The keys of the cache contain the modules' paths relative to it. `folder` is one level deeper than the finished cache, so the cache is
+    built beside it.
+    """
+    workshop = folder.parent
+    (workshop / "store.cjs").write_text(_STORE_SCRIPT)
+    (workshop / ENABLE).write_text(ENABLE_SCRIPT)
     with _endpoint() as url:
-        first = _run(spec, installed, url, ["--expose-internals", "--require", str(store)])
-        _run(spec, installed, url, ["--require", str(enable)])
-    store.unlink()
-    caches = [place for place in folder.glob("modules/*") if any(place.iterdir())]
+        output = _run(spec, installed, url, ["--expose-internals", "--require", str(workshop / "store.cjs")])
+        _run(spec, installed, url, ["--require", str(workshop / ENABLE)])
+    caches = [place for place in workshop.glob("modules/*") if any(place.iterdir())]
     if not caches:
-        enable.unlink()
-        return f"a run of {spec.name} stored no code; the last line of its output: {first or '(none)'}"
+        return f"a run of {spec.name} stored no code; the last line of its output: {output or '(none)'}"
     for cache in caches:
         _share(cache)
+    for name in (ENABLE, "modules"):
+        (workshop / name).rename(folder / name)
     return ""
 
 
@@ -131,7 +134,6 @@ def _share(cache: Path) -> None:
 
 def _run(spec: AgentSpec, installed: Installation, url: str, options: list[str]) -> str:
     """Run the agent once, with options for Node. Return the last line of its output."""
-    # The folders are inside the installation's, so that they are removed if this process is killed.
     with tempfile.TemporaryDirectory(prefix="home-", dir=Path(options[-1]).parent) as home:
         work = Path(home, "work")
         work.mkdir()
