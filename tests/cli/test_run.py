@@ -20,12 +20,14 @@ import pytest
 
 from tests.cli import test_serve
 from tests.cli.kit import ROOT, SLEEP_S, run_cli, run_rejected, start_cli
+from tests.engines.standins import StandIn, serving
 from tests.kit import gateway
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced, scaled
 from turngate import tasks
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.bind import RunningGateway
+from turngate.server.run import run_in_thread
 from turngate.store.store import Store
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
@@ -264,24 +266,34 @@ def test_task_without_tests_has_no_grade(data: Path) -> None:
     assert "  grade   none: the task has no tests, so there is no reward; pass --task" in done.stdout
 
 
-def test_engine_that_is_down_is_reported_before_the_agent_starts(data: Path) -> None:
-    engine = (
-        "--engine",
-        "vllm",
-        "--engine-url",
-        "http://127.0.0.1:9",
-        "--model",
-        "m",
-        "--tokenizer",
-        BUILTIN_TOKENIZER,
-    )
-    done = run_cli(*shell_run(data, "true", *engine))
+@pytest.mark.parametrize(
+    ("engine", "flags"), [("vllm", ("--model", "m", "--tokenizer", BUILTIN_TOKENIZER)), ("openai", ()), ("gemini", ())]
+)
+def test_engine_that_is_down_is_reported_before_the_agent_starts(
+    engine: str, flags: tuple[str | Path, ...], data: Path
+) -> None:
+    done = run_cli(*shell_run(data, "true", "--engine", engine, "--engine-url", "http://127.0.0.1:9", *flags))
     assert done.exit_code == 2 and "sandbox" not in done.stdout
     assert done.stderr.splitlines()[-1] == (
-        "turngate: --engine-url: no engine can be used (http://127.0.0.1:9: the connection to vllm failed: connection "
+        f"turngate: --engine-url: no engine can be used (http://127.0.0.1:9: the connection to {engine} failed: connection "
         "refused); check that the engine has started, and that --engine-url is its address"
     )
-    assert sessions(data) == []
+    assert not data.exists() or sessions(data) == []
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_observed_endpoint_may_answer_with_any_status(status: int, data: Path) -> None:
+    with run_in_thread(serving(StandIn(documents={"/": status}))) as server:
+        done = run_cli(*shell_run(data, "true", "--engine", "openai", "--engine-url", server.url))
+    assert done.exit_code == 0, done.output
+
+
+def test_slow_observed_endpoint_does_not_stop_the_run(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.engines.http.PROBE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = run_cli(*shell_run(data, "true", "--engine", "openai", "--engine-url", url))
+    assert done.exit_code == 0, done.output
 
 
 def test_command_exit_code_is_the_agents(data: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -15,9 +15,10 @@ from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
 from turngate.client.retry import retry_while_unreachable
 from turngate.common.terminal import say
-from turngate.config import ServeConfig, load_config
+from turngate.config import OBSERVED_ENGINES, ServeConfig, load_config
 from turngate.engines.base import Engine
-from turngate.errors import ConfigError, DataFolderInUse, EngineUnavailable, Unauthorized
+from turngate.engines.http import EngineClient
+from turngate.errors import ConfigError, DataFolderInUse, EngineError, EngineTimeout, EngineUnavailable, Unauthorized
 from turngate.render import Renderer
 from turngate.server.bind import find_running_gateway
 from turngate.server.engine_factory import build_renderer
@@ -102,6 +103,7 @@ async def connect_gateway(
                 await _require_engine(client, own=False)
                 yield client, False
                 return
+    await _require_endpoint(config)
     async with _start_gateway(config, build_engine) as address, GatewayClient(address.url, address.admin_key) as client:
         await _require_engine(client, own=True)
         yield client, True
@@ -129,13 +131,33 @@ async def _require_engine(client: GatewayClient, *, own: bool) -> None:
         return
     reasons = "; ".join(f"{engine.url}: {engine.detail or 'it is down'}" for engine in engines)
     if own:
-        raise ConfigError(
-            f"engine_url: no engine can be used ({reasons}); check that the engine has started, and that engine_url is its address",
-            param="engine_url",
-        )
+        raise _explain_unusable(reasons)
     raise EngineUnavailable(
         f"the gateway at {client.url} has no engine that can be used ({reasons}); check that the engine has started, and list the "
         f"engines with `turngate engines list --gateway {client.url}`"
+    )
+
+
+async def _require_endpoint(config: ServeConfig) -> None:
+    """Raise an error if the connection to an observed endpoint fails. Any HTTP response will do, and a slow endpoint is not an error."""
+    if config.engine not in OBSERVED_ENGINES:
+        return
+    [url] = config.engine_url
+    client = EngineClient(config.engine, url)
+    await client.start()
+    try:
+        with suppress(EngineTimeout):
+            await client.check_connection()
+    except EngineError as error:
+        raise _explain_unusable(f"{url}: {error.message}") from None
+    finally:
+        await client.close()
+
+
+def _explain_unusable(reasons: str) -> ConfigError:
+    return ConfigError(
+        f"engine_url: no engine can be used ({reasons}); check that the engine has started, and that engine_url is its address",
+        param="engine_url",
     )
 
 
