@@ -110,6 +110,10 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--memory-mb", "0"], "--memory-mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),
         (["--prompt", "x", "--engine", "vlm"], "--engine must be one of vllm, sglang, "),
+        (
+            ["--prompt", "x", "--engine-url", "http://x"],
+            "--engine-url cannot be set with the engine 'scripted' (the default)",
+        ),
         (["--prompt", "x", "--public-url", "here"], "--public-url must be an http(s) URL, not 'here'"),
         (
             ["--prompt", "x", "--public-url", "http://x", "--tunnel", "y"],
@@ -386,8 +390,16 @@ def test_custom_script_and_model(data: Path, tmp_path: Path) -> None:
     words = shell_run(
         data, f"{CALL_ONCE}; echo $TURNGATE_MODEL", "--script", tmp_path / "script.json", "--model", "policy-1"
     )
-    assert run_cli(*words).exit_code == 0
+    done = run_cli(*words)
+    assert done.exit_code == 0 and "is only a name" not in done.stdout
     assert outcome_of(data)["collected"]["stdout"] == "Said as told.\npolicy-1\n"
+
+
+def test_model_without_engine_is_noted_before_the_run(data: Path) -> None:
+    done = run_cli(*shell_run(data, "true", "--model", "policy-1"))
+    assert done.exit_code == 0
+    note = "The engine is scripted, so the model policy-1 is only a name. Pass --engine to use a real model."
+    assert done.stdout.splitlines()[0] == note
 
 
 @pytest.mark.parametrize(

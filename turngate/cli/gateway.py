@@ -104,6 +104,9 @@ async def connect_gateway(
                 yield client, False
                 return
     await _require_endpoint(config)
+    if config.engine == "scripted" and config.model and not {"engine", "script"} & set(choice.own_flags):
+        note = f"The engine is scripted, so the model {config.model} is only a name. Pass --engine to use a real model."
+        say(console, note, "yellow")
     async with _start_gateway(config, build_engine) as address, GatewayClient(address.url, address.admin_key) as client:
         await _require_engine(client, own=True)
         yield client, True
