@@ -153,10 +153,13 @@ def test_batch_on_a_shared_store_needs_a_cluster(tmp_path: Path) -> None:
     assert line == "--data must be a folder; to use a shared store, also pass --ray, or the URL of a cell as --gateway"
 
 
-def test_only_shell_accepts_a_command(data: Path) -> None:
-    line = run_rejected("run", "--data", data, "--", "echo", "two words")
+@pytest.mark.parametrize("words", [("--", "echo", "two words"), ("fix the bug",)])
+def test_only_shell_accepts_a_command(words: tuple[str, ...], data: Path) -> None:
+    line = run_rejected("run", "--data", data, *words)
+    command = shlex.join(word for word in words if word != "--")
     assert line == (
-        "mini-swe-agent does not take a command, but one was passed (echo 'two words'); remove it, or pass --agent shell"
+        f"mini-swe-agent does not take a command, but one was passed ({command}); pass an instruction as --prompt TEXT, a task as "
+        "--task PATH, or a command to --agent shell"
     )
 
 
