@@ -163,6 +163,21 @@ def test_only_shell_accepts_a_command(words: tuple[str, ...], data: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("hf://org/name@train", "a data set"),
+        ("rows.py:load", "a function that returns tasks"),
+        ("package.rows:load", "a function that returns tasks"),
+    ],
+)
+def test_source_of_several_tasks_is_not_one_task(source: str, kind: str, data: Path) -> None:
+    assert run_rejected("run", "--data", data, "--task", source) == (
+        f"task: {source} is {kind}, not one task; specify a folder with an instruction.md, or a text file, or run its tasks with "
+        f"`turngate batch --tasks {source}`"
+    )
+
+
 PYTHON_AGENT = """
 name = "mine"
 title = "M"
