@@ -383,7 +383,7 @@ def test_missing_agent_program_is_a_fault(data: Path, tmp_path: Path) -> None:
     file.write_text('name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["no-such-program"]\n')
     done = run_cli("run", "--agent", str(file), "--prompt", "x", "--data", data)
     assert done.exit_code == 3
-    assert "  fault   agent, in stage launch: mine: no-such-program not found in the local" in done.stdout
+    assert "  fault   agent, in stage launch: mine: no-such-program was not found in the local" in done.stdout
 
 
 def test_json_output(data: Path) -> None:
