@@ -459,7 +459,8 @@ def test_gateway_serving_the_folder_is_used(data: Path, tmp_path: Path) -> None:
     with test_serve.start_serve(data, "--script", tmp_path / "script.json", "--model", "policy-7") as served:
         done = run_cli(*shell_run(data, CALL_ONCE))
         assert done.exit_code == 0, done.output
-        assert f"Using the gateway at {served.url}, which already serves {data}, and its engine" in done.stdout
+        note = f"Using the gateway at {served.url}, which already serves {data}, and its scripted engine"
+        assert done.stdout.splitlines()[0] == note
         outcome = outcome_of(data)
         assert (outcome["collected"]["stdout"], outcome["model"]) == ("From the one that serves.\n", "policy-7")
         shown = run_cli("show", "--data", data)  # while it serves

@@ -13,6 +13,7 @@ from rich.console import Console
 from turngate.cli.options import RolloutOptions
 from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
+from turngate.client.protocol import EnginesView
 from turngate.client.retry import retry_while_unreachable
 from turngate.common.terminal import say
 from turngate.config import OBSERVED_ENGINES, ServeConfig, load_config
@@ -95,12 +96,11 @@ async def connect_gateway(
                 _reject_own_flags(
                     flags, f"{running.url}, which serves {config.data}", " or choose a different --data folder"
                 )
+                engines = await _require_engine(client, own=False)
+                engine = "scripted engine" if engines.scripted else "engine"
                 say(
-                    console,
-                    f"Using the gateway at {running.url}, which already serves {config.data}, and its engine",
-                    "dim",
+                    console, f"Using the gateway at {running.url}, which already serves {config.data}, and its {engine}"
                 )
-                await _require_engine(client, own=False)
                 yield client, False
                 return
     await _require_endpoint(config)
@@ -127,12 +127,15 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
     return True
 
 
-async def _require_engine(client: GatewayClient, *, own: bool) -> None:
-    """Raise an error if the gateway lists engines, but none of them can be used. `own` means that this command started the gateway."""
-    engines = (await client.engines()).engines
-    if not engines or any(engine.up for engine in engines):
-        return
-    reasons = "; ".join(f"{engine.url}: {engine.detail or 'it is down'}" for engine in engines)
+async def _require_engine(client: GatewayClient, *, own: bool) -> EnginesView:
+    """Return the engines of the gateway. Raise an error if it lists engines, but none of them can be used.
+
+    `own` means that this command started the gateway.
+    """
+    view = await client.engines()
+    if not view.engines or any(engine.up for engine in view.engines):
+        return view
+    reasons = "; ".join(f"{engine.url}: {engine.detail or 'it is down'}" for engine in view.engines)
     if own:
         raise _explain_unusable(reasons)
     raise EngineUnavailable(
