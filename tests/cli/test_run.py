@@ -1,4 +1,4 @@
-"""`turngate run`: its output, errors, exit codes, and cleanup after Ctrl-C."""
+"""`turngate run`: its output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -10,74 +10,21 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cli import test_serve
-from tests.cli.kit import ROOT, SLEEP_S, run_cli, run_rejected, start_cli
+from tests.cli.kit import CALL_ONCE, ROOT, SLEEP_S, outcome_of, run_cli, run_rejected, sessions, shell_run, start_cli
 from tests.engines.standins import StandIn, serving
 from tests.kit import gateway
-from tests.sandboxes import kit as sandboxes
 from tests.speed import paced, scaled
 from turngate import tasks
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.bind import RunningGateway
 from turngate.server.run import run_in_thread
-from turngate.store.store import Store
 
-pytestmark = [pytest.mark.process, pytest.mark.full]
-
-CALL_MODEL = """
-import json, os, urllib.request
-body = json.dumps({"model": os.environ["TURNGATE_MODEL"], "messages": [{"role": "user", "content": "Hi"}]}).encode()
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-)
-print(json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))["choices"][0]["message"]["content"])
-"""
-CALL_ONCE = f"python3 -c {shlex.quote(CALL_MODEL)}"
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture(autouse=True)
-def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put sandboxes into a temporary folder that must be empty afterwards. Needs `tmp_path` first: pytest creates it in TMPDIR."""
-    folder = Path(tempfile.mkdtemp(prefix="tg-"))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("HOME", str(folder / "nobody"))  # without custom agents
-    yield
-    leftovers = [path.name for path in folder.glob("turngate-*/*")]
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
-    assert leftovers == []
-
-
-def shell_run(data: Path, command: str, *more: str | Path, prompt: str = "Do it.") -> list[str | Path]:
-    """The arguments for a run of the `shell` agent."""
-    prompted = () if "--task" in more else ("--prompt", prompt)
-    return ["run", "--agent", "shell", "--data", data, "--set", f"command={command}", *prompted, *more]
-
-
-def outcome_of(data: Path) -> Any:
-    [folder] = (data / "rollouts").iterdir()
-    return json.loads((folder / "outcome.json").read_text())
-
-
-def sessions(data: Path) -> list[tuple[str, str]]:
-    store = Store.reading(data)
-    try:
-        return [(row.status, row.stop) for row in store.sessions(limit=10)]
-    finally:
-        store.close()
+pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.usefixtures("own_temporary_folder")]
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
@@ -504,117 +451,6 @@ def test_stale_gateway_address_is_ignored(data: Path) -> None:
     (data / "gateway.json").write_bytes(msgspec.json.encode(RunningGateway(f"http://127.0.0.1:{port}", os.getpid())))
     done = run_cli(*shell_run(data, CALL_ONCE))
     assert done.exit_code == 0 and "serves" not in done.stdout
-
-
-# ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.repeat)]
-)
-def test_signal_cleans_up_and_keeps_recording(number: signal.Signals, data: Path) -> None:
-    with start_cli(*shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}"), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        running.send(number)
-        assert running.wait_for_exit() == 130
-        assert "Stopping: ending the agent and removing its sandbox; the recording is kept …\n" in running.output
-        assert "cancelled after " in running.output
-        assert "  trace   1 turn (1 main), " in running.output and ", 1 row, kept\n" in running.output
-        assert "  inspect turngate show " in running.output
-        assert "Traceback" not in running.output
-    assert sandboxes.processes(SLEEP_S) == []
-    assert sessions(data) == [("cancelled", "cancelled")]
-    assert outcome_of(data)["status"] == "cancelled"
-    assert "turns   1 (1 main)" in run_cli("show", "--data", data).stdout
-
-
-def test_second_ctrl_c_waits_and_third_quits(data: Path) -> None:
-    """The agent ignores SIGTERM: it is killed after a second in the first run, and never in the second."""
-    set_kill_timeout = (
-        "from turngate.sandboxes.supervised import SupervisedJob; SupervisedJob.kill.__defaults__ = ({},)"
-    )
-    stubborn = f"trap '' TERM; sleep {SLEEP_S} & while :; do wait; done"
-    env = {"TMPDIR": os.environ["TMPDIR"]}
-    with start_cli(*shell_run(data, stubborn), before=set_kill_timeout.format(paced(0.75)), **env) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        running.send(signal.SIGINT)
-        running.wait_for_output("Stopping")
-        running.send(signal.SIGINT)
-        running.wait_for_output(
-            "Still cleaning up. Press Ctrl-C again to quit immediately and leave the cleanup to the next run."
-        )
-        assert running.wait_for_exit() == 130
-        assert "cancelled after" in running.output
-    with start_cli(*shell_run(data, stubborn), before=set_kill_timeout.format(3600), **env) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        for expected in ("Stopping", "Still"):
-            running.send(signal.SIGINT)
-            running.wait_for_output(expected)
-        running.send(signal.SIGINT)
-        assert running.wait_for_exit() == 130 and "cancelled after" not in running.output
-    end = time.monotonic() + scaled(10)
-    while sandboxes.processes(SLEEP_S) or list(Path(os.environ["TMPDIR"]).glob("turngate-*/*")):
-        assert time.monotonic() < end  # the sandbox supervisor notices
-        time.sleep(0.05)
-    assert [status for status, _ in sessions(data)][1:] == ["cancelled"]
-
-
-def test_ctrl_c_before_rollout_starts(data: Path) -> None:
-    with start_cli(*shell_run(data, "true", "--tunnel", f"sleep {SLEEP_S}"), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        running.send(signal.SIGINT)
-        assert running.wait_for_exit() == 130
-        assert running.output.endswith("Cancelled before the rollout started.\n")
-    assert sandboxes.processes(SLEEP_S) == [] and sessions(data) == []
-
-
-@pytest.mark.needs("docker")
-@pytest.mark.real
-@pytest.mark.real
-def test_ctrl_c_leaves_no_container(data: Path) -> None:
-    sandboxes.need("docker")
-    words = shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}", "--sandbox", "docker")
-    with start_cli(*words, TMPDIR=os.environ["TMPDIR"]) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"), 90)
-        running.send(signal.SIGINT)
-        assert running.wait_for_exit() == 130
-    listed = ["docker", "ps", "--all", "--format", '{{.Label "turngate.owner"}}']
-    owners = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
-    assert f" {running.process.pid} " not in owners
-    assert sandboxes.processes(SLEEP_S) == []
-
-
-# ── on a terminal ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_progress_updates_one_line(data: Path) -> None:
-    """On a terminal of 40 columns, narrower than the line."""
-    with start_cli(*shell_run(data, f"{CALL_ONCE}; sleep {paced(0.5):.1f}"), columns=40) as running:
-        assert running.wait_for_exit() == 0
-        raw = running.output
-        assert raw.count("\x1b[?25l") == raw.count("\x1b[?25h") == 1  # hides and restores the cursor
-        for stage in ("relay", "agent"):
-            assert stage in running.plain
-        assert "1 turn ·" in running.plain
-        assert "0:0" in running.plain and "\x1b[2K" in raw
-        last = running.plain[running.plain.rindex("finished (exit code 0)") :]
-        session = outcome_of(data)["session"]
-        # Longer than the terminal is wide, but not wrapped.
-        assert f"\n  inspect turngate show {session} --data {data}\n" in last
-        progress = [line for line in running.plain[: running.plain.rindex("finished")].split("\r") if line.strip()]
-        assert all(len(line.rstrip("\n")) <= 40 for line in progress), progress
-
-
-def test_ctrl_c_on_terminal(data: Path) -> None:
-    with start_cli(
-        *shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}"), columns=100, TMPDIR=os.environ["TMPDIR"]
-    ) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        running.type(b"\x03")
-        assert running.wait_for_exit() == 130
-        assert "Stopping" in running.plain and "cancelled after" in running.plain
-        assert running.output.rindex("\x1b[?25h") > running.output.rindex("\x1b[?25l")
-    assert sandboxes.processes(SLEEP_S) == []
 
 
 # ── help and pipes ────────────────────────────────────────────────────────────────────────────────────────────────────
