@@ -404,6 +404,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         for url in self.engine_url:
             check_engine_url(url, "engine_url")
+        if self.engine == "scripted" and self.engine_url:
+            raise ConfigError(
+                "engine_url cannot be set with the engine 'scripted' (the default), which has no server; pass --engine, such as "
+                "--engine vllm, or remove --engine-url",
+                param="engine_url",
+            )
         if self.engine in OBSERVED_ENGINES and len(self.engine_url) > 1:
             raise ConfigError(
                 "engine_url lists several URLs, but observe mode relays to one endpoint; pass one --engine-url",

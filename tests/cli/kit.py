@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from click.testing import Result
 from typer.testing import CliRunner
@@ -23,10 +26,20 @@ from typer.testing import CliRunner
 import turngate
 from tests.speed import scaled
 from turngate.cli import app
+from turngate.store.store import Store
 
 ROOT = Path(turngate.__file__).parents[1]
 SLEEP_S = f"65{os.getpid():07d}"  # a unique duration, by which a sleeping process is found
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+CALL_MODEL = """
+import json, os, urllib.request
+body = json.dumps({"model": os.environ["TURNGATE_MODEL"], "messages": [{"role": "user", "content": "Hi"}]}).encode()
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+)
+print(json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))["choices"][0]["message"]["content"])
+"""
+CALL_ONCE = f"python3 -c {shlex.quote(CALL_MODEL)}"
 
 
 def run_cli(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Result:
@@ -138,3 +151,22 @@ def start_cli(*arguments: str | Path, columns: int = 0, before: str = "", **env:
             child.kill()
         child.wait()
         os.close(reading)
+
+
+def shell_run(data: Path, command: str, *more: str | Path, prompt: str = "Do it.") -> list[str | Path]:
+    """The arguments for a run of the `shell` agent."""
+    prompted = () if "--task" in more else ("--prompt", prompt)
+    return ["run", "--agent", "shell", "--data", data, "--set", f"command={command}", *prompted, *more]
+
+
+def outcome_of(data: Path) -> Any:
+    [folder] = (data / "rollouts").iterdir()
+    return json.loads((folder / "outcome.json").read_text())
+
+
+def sessions(data: Path) -> list[tuple[str, str]]:
+    store = Store.reading(data)
+    try:
+        return [(row.status, row.stop) for row in store.sessions(limit=10)]
+    finally:
+        store.close()

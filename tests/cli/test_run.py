@@ -1,4 +1,4 @@
-"""`turngate run`: its output, errors, exit codes, and cleanup after Ctrl-C."""
+"""`turngate run`: its output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -10,73 +10,22 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cli import test_serve
-from tests.cli.kit import ROOT, SLEEP_S, run_cli, run_rejected, start_cli
+from tests.cli.kit import CALL_ONCE, ROOT, SLEEP_S, outcome_of, run_cli, run_rejected, sessions, shell_run, start_cli
+from tests.engines.standins import StandIn, serving
 from tests.kit import gateway
-from tests.sandboxes import kit as sandboxes
 from tests.speed import paced, scaled
 from turngate import tasks
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.bind import RunningGateway
-from turngate.store.store import Store
+from turngate.server.run import run_in_thread
 from turngate.telemetry.logs import REDACTED
 
-pytestmark = [pytest.mark.process, pytest.mark.full]
-
-CALL_MODEL = """
-import json, os, urllib.request
-body = json.dumps({"model": os.environ["TURNGATE_MODEL"], "messages": [{"role": "user", "content": "Hi"}]}).encode()
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-)
-print(json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))["choices"][0]["message"]["content"])
-"""
-CALL_ONCE = f"python3 -c {shlex.quote(CALL_MODEL)}"
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture(autouse=True)
-def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put sandboxes into a temporary folder that must be empty afterwards. Needs `tmp_path` first: pytest creates it in TMPDIR."""
-    folder = Path(tempfile.mkdtemp(prefix="tg-"))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("HOME", str(folder / "nobody"))  # without custom agents
-    yield
-    leftovers = [path.name for path in folder.glob("turngate-*/*")]
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
-    assert leftovers == []
-
-
-def shell_run(data: Path, command: str, *more: str | Path, prompt: str = "Do it.") -> list[str | Path]:
-    """The arguments for a run of the `shell` agent."""
-    prompted = () if "--task" in more else ("--prompt", prompt)
-    return ["run", "--agent", "shell", "--data", data, "--set", f"command={command}", *prompted, *more]
-
-
-def outcome_of(data: Path) -> Any:
-    [folder] = (data / "rollouts").iterdir()
-    return json.loads((folder / "outcome.json").read_text())
-
-
-def sessions(data: Path) -> list[tuple[str, str]]:
-    store = Store.reading(data)
-    try:
-        return [(row.status, row.stop) for row in store.sessions(limit=10)]
-    finally:
-        store.close()
+pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.usefixtures("own_temporary_folder")]
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
@@ -109,6 +58,10 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--memory-mb", "0"], "--memory-mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),
         (["--prompt", "x", "--engine", "vlm"], "--engine must be one of vllm, sglang, "),
+        (
+            ["--prompt", "x", "--engine-url", "http://x"],
+            "--engine-url cannot be set with the engine 'scripted' (the default)",
+        ),
         (["--prompt", "x", "--public-url", "here"], "--public-url must be an http(s) URL, not 'here'"),
         (
             ["--prompt", "x", "--public-url", "http://x", "--tunnel", "y"],
@@ -148,10 +101,28 @@ def test_batch_on_a_shared_store_needs_a_cluster(tmp_path: Path) -> None:
     assert line == "--data must be a folder; to use a shared store, also pass --ray, or the URL of a cell as --gateway"
 
 
-def test_only_shell_accepts_a_command(data: Path) -> None:
-    line = run_rejected("run", "--data", data, "--", "echo", "two words")
+@pytest.mark.parametrize("words", [("--", "echo", "two words"), ("fix the bug",)])
+def test_only_shell_accepts_a_command(words: tuple[str, ...], data: Path) -> None:
+    line = run_rejected("run", "--data", data, *words)
+    command = shlex.join(word for word in words if word != "--")
     assert line == (
-        "mini-swe-agent does not take a command, but one was passed (echo 'two words'); remove it, or pass --agent shell"
+        f"mini-swe-agent does not take a command, but one was passed ({command}); pass an instruction as --prompt TEXT, a task as "
+        "--task PATH, or a command to --agent shell"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("hf://org/name@train", "a data set"),
+        ("rows.py:load", "a function that returns tasks"),
+        ("package.rows:load", "a function that returns tasks"),
+    ],
+)
+def test_source_of_several_tasks_is_not_one_task(source: str, kind: str, data: Path) -> None:
+    assert run_rejected("run", "--data", data, "--task", source) == (
+        f"task: {source} is {kind}, not one task; specify a folder with an instruction.md, or a text file, or run its tasks with "
+        f"`turngate batch --tasks {source}`"
     )
 
 
@@ -265,24 +236,34 @@ def test_task_without_tests_has_no_grade(data: Path) -> None:
     assert "  grade   none: the task has no tests, so there is no reward; pass --task" in done.stdout
 
 
-def test_engine_that_is_down_is_reported_before_the_agent_starts(data: Path) -> None:
-    engine = (
-        "--engine",
-        "vllm",
-        "--engine-url",
-        "http://127.0.0.1:9",
-        "--model",
-        "m",
-        "--tokenizer",
-        BUILTIN_TOKENIZER,
-    )
-    done = run_cli(*shell_run(data, "true", *engine))
+@pytest.mark.parametrize(
+    ("engine", "flags"), [("vllm", ("--model", "m", "--tokenizer", BUILTIN_TOKENIZER)), ("openai", ()), ("gemini", ())]
+)
+def test_engine_that_is_down_is_reported_before_the_agent_starts(
+    engine: str, flags: tuple[str | Path, ...], data: Path
+) -> None:
+    done = run_cli(*shell_run(data, "true", "--engine", engine, "--engine-url", "http://127.0.0.1:9", *flags))
     assert done.exit_code == 2 and "sandbox" not in done.stdout
     assert done.stderr.splitlines()[-1] == (
-        "turngate: --engine-url: no engine can be used (http://127.0.0.1:9: the connection to vllm failed: connection "
+        f"turngate: --engine-url: no engine can be used (http://127.0.0.1:9: the connection to {engine} failed: connection "
         "refused); check that the engine has started, and that --engine-url is its address"
     )
-    assert sessions(data) == []
+    assert not data.exists() or sessions(data) == []
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_observed_endpoint_may_answer_with_any_status(status: int, data: Path) -> None:
+    with run_in_thread(serving(StandIn(documents={"/": status}))) as server:
+        done = run_cli(*shell_run(data, "true", "--engine", "openai", "--engine-url", server.url))
+    assert done.exit_code == 0, done.output
+
+
+def test_slow_observed_endpoint_does_not_stop_the_run(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.engines.http.PROBE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = run_cli(*shell_run(data, "true", "--engine", "openai", "--engine-url", url))
+    assert done.exit_code == 0, done.output
 
 
 def test_command_exit_code_is_the_agents(data: Path) -> None:
@@ -407,7 +388,7 @@ def test_missing_agent_program_is_a_fault(data: Path, tmp_path: Path) -> None:
     file.write_text('name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["no-such-program"]\n')
     done = run_cli("run", "--agent", str(file), "--prompt", "x", "--data", data)
     assert done.exit_code == 3
-    assert "  fault   agent, in stage launch: mine: no-such-program not found in the local" in done.stdout
+    assert "  fault   agent, in stage launch: mine: no-such-program was not found in the local" in done.stdout
 
 
 def test_json_output(data: Path) -> None:
@@ -432,8 +413,16 @@ def test_custom_script_and_model(data: Path, tmp_path: Path) -> None:
     words = shell_run(
         data, f"{CALL_ONCE}; echo $TURNGATE_MODEL", "--script", tmp_path / "script.json", "--model", "policy-1"
     )
-    assert run_cli(*words).exit_code == 0
+    done = run_cli(*words)
+    assert done.exit_code == 0 and "is only a name" not in done.stdout
     assert outcome_of(data)["collected"]["stdout"] == "Said as told.\npolicy-1\n"
+
+
+def test_model_without_engine_is_noted_before_the_run(data: Path) -> None:
+    done = run_cli(*shell_run(data, "true", "--model", "policy-1"))
+    assert done.exit_code == 0
+    note = "The engine is scripted, so the model policy-1 is only a name. Pass --engine to use a real model."
+    assert done.stdout.splitlines()[0] == note
 
 
 @pytest.mark.parametrize(
@@ -475,7 +464,8 @@ def test_gateway_serving_the_folder_is_used(data: Path, tmp_path: Path) -> None:
     with test_serve.start_serve(data, "--script", tmp_path / "script.json", "--model", "policy-7") as served:
         done = run_cli(*shell_run(data, CALL_ONCE))
         assert done.exit_code == 0, done.output
-        assert f"Using the gateway at {served.url}, which already serves {data}, and its engine" in done.stdout
+        note = f"Using the gateway at {served.url}, which already serves {data}, and its scripted engine"
+        assert done.stdout.splitlines()[0] == note
         outcome = outcome_of(data)
         assert (outcome["collected"]["stdout"], outcome["model"]) == ("From the one that serves.\n", "policy-7")
         shown = run_cli("show", "--data", data)  # while it serves
@@ -519,117 +509,6 @@ def test_stale_gateway_address_is_ignored(data: Path) -> None:
     (data / "gateway.json").write_bytes(msgspec.json.encode(RunningGateway(f"http://127.0.0.1:{port}", os.getpid())))
     done = run_cli(*shell_run(data, CALL_ONCE))
     assert done.exit_code == 0 and "serves" not in done.stdout
-
-
-# ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.repeat)]
-)
-def test_signal_cleans_up_and_keeps_recording(number: signal.Signals, data: Path) -> None:
-    with start_cli(*shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}"), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        running.send(number)
-        assert running.wait_for_exit() == 130
-        assert "Stopping: ending the agent and removing its sandbox; the recording is kept …\n" in running.output
-        assert "cancelled after " in running.output
-        assert "  trace   1 turn (1 main), " in running.output and ", 1 row, kept\n" in running.output
-        assert "  inspect turngate show " in running.output
-        assert "Traceback" not in running.output
-    assert sandboxes.processes(SLEEP_S) == []
-    assert sessions(data) == [("cancelled", "cancelled")]
-    assert outcome_of(data)["status"] == "cancelled"
-    assert "turns   1 (1 main)" in run_cli("show", "--data", data).stdout
-
-
-def test_second_ctrl_c_waits_and_third_quits(data: Path) -> None:
-    """The agent ignores SIGTERM: it is killed after a second in the first run, and never in the second."""
-    set_kill_timeout = (
-        "from turngate.sandboxes.supervised import SupervisedJob; SupervisedJob.kill.__defaults__ = ({},)"
-    )
-    stubborn = f"trap '' TERM; sleep {SLEEP_S} & while :; do wait; done"
-    env = {"TMPDIR": os.environ["TMPDIR"]}
-    with start_cli(*shell_run(data, stubborn), before=set_kill_timeout.format(paced(0.75)), **env) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        running.send(signal.SIGINT)
-        running.wait_for_output("Stopping")
-        running.send(signal.SIGINT)
-        running.wait_for_output(
-            "Still cleaning up. Press Ctrl-C again to quit immediately and leave the cleanup to the next run."
-        )
-        assert running.wait_for_exit() == 130
-        assert "cancelled after" in running.output
-    with start_cli(*shell_run(data, stubborn), before=set_kill_timeout.format(3600), **env) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        for expected in ("Stopping", "Still"):
-            running.send(signal.SIGINT)
-            running.wait_for_output(expected)
-        running.send(signal.SIGINT)
-        assert running.wait_for_exit() == 130 and "cancelled after" not in running.output
-    end = time.monotonic() + scaled(10)
-    while sandboxes.processes(SLEEP_S) or list(Path(os.environ["TMPDIR"]).glob("turngate-*/*")):
-        assert time.monotonic() < end  # the sandbox supervisor notices
-        time.sleep(0.05)
-    assert [status for status, _ in sessions(data)][1:] == ["cancelled"]
-
-
-def test_ctrl_c_before_rollout_starts(data: Path) -> None:
-    with start_cli(*shell_run(data, "true", "--tunnel", f"sleep {SLEEP_S}"), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        running.send(signal.SIGINT)
-        assert running.wait_for_exit() == 130
-        assert running.output.endswith("Cancelled before the rollout started.\n")
-    assert sandboxes.processes(SLEEP_S) == [] and sessions(data) == []
-
-
-@pytest.mark.needs("docker")
-@pytest.mark.real
-@pytest.mark.real
-def test_ctrl_c_leaves_no_container(data: Path) -> None:
-    sandboxes.need("docker")
-    words = shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}", "--sandbox", "docker")
-    with start_cli(*words, TMPDIR=os.environ["TMPDIR"]) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"), 90)
-        running.send(signal.SIGINT)
-        assert running.wait_for_exit() == 130
-    listed = ["docker", "ps", "--all", "--format", '{{.Label "turngate.owner"}}']
-    owners = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
-    assert f" {running.process.pid} " not in owners
-    assert sandboxes.processes(SLEEP_S) == []
-
-
-# ── on a terminal ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_progress_updates_one_line(data: Path) -> None:
-    """On a terminal of 40 columns, narrower than the line."""
-    with start_cli(*shell_run(data, f"{CALL_ONCE}; sleep {paced(0.5):.1f}"), columns=40) as running:
-        assert running.wait_for_exit() == 0
-        raw = running.output
-        assert raw.count("\x1b[?25l") == raw.count("\x1b[?25h") == 1  # hides and restores the cursor
-        for stage in ("relay", "agent"):
-            assert stage in running.plain
-        assert "1 turn ·" in running.plain
-        assert "0:0" in running.plain and "\x1b[2K" in raw
-        last = running.plain[running.plain.rindex("finished (exit code 0)") :]
-        session = outcome_of(data)["session"]
-        # Longer than the terminal is wide, but not wrapped.
-        assert f"\n  inspect turngate show {session} --data {data}\n" in last
-        progress = [line for line in running.plain[: running.plain.rindex("finished")].split("\r") if line.strip()]
-        assert all(len(line.rstrip("\n")) <= 40 for line in progress), progress
-
-
-def test_ctrl_c_on_terminal(data: Path) -> None:
-    with start_cli(
-        *shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}"), columns=100, TMPDIR=os.environ["TMPDIR"]
-    ) as running:
-        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
-        running.type(b"\x03")
-        assert running.wait_for_exit() == 130
-        assert "Stopping" in running.plain and "cancelled after" in running.plain
-        assert running.output.rindex("\x1b[?25h") > running.output.rindex("\x1b[?25l")
-    assert sandboxes.processes(SLEEP_S) == []
 
 
 # ── help and pipes ────────────────────────────────────────────────────────────────────────────────────────────────────

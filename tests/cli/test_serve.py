@@ -29,6 +29,7 @@ from tests.kit import Json, gateway, say, until, user
 from tests.speed import scaled
 from turngate.cli import app
 from turngate.render import BUILTIN_TOKENIZER
+from turngate.server.bind import publish_address
 
 ROOT = Path(turngate.__file__).parents[1]
 
@@ -158,11 +159,13 @@ def test_unset_engine_key(tmp_path: Path) -> None:
     assert "variable NOT_SET_ANYWHERE, which is not set" in line
 
 
-def test_port_in_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_port_in_use(workers: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        line = run_rejected("--port", str(port), "--data", tmp_path / "data")
+        line = run_rejected("--port", str(port), "--workers", workers, "--data", tmp_path / "data")
     assert line.startswith(f"cannot listen on 127.0.0.1:{port}") and "--port" in line
+    assert not (tmp_path / "data").exists()  # nothing was created
 
 
 def test_unavailable_host(tmp_path: Path) -> None:
@@ -176,6 +179,15 @@ async def test_data_folder_in_use(tmp_path: Path) -> None:
         assert (
             line == f"data: {tmp_path} is in use by another turngate process; stop it or choose another --data folder"
         )
+
+
+async def test_data_folder_in_use_is_reported_before_port_in_use(tmp_path: Path) -> None:
+    """A second `turngate serve` with the same settings."""
+    async with gateway(data=tmp_path):
+        with socket.create_server(("127.0.0.1", 0)) as listener, publish_address(tmp_path, listener):
+            port = str(listener.getsockname()[1])
+            line = await asyncio.to_thread(run_rejected, "--port", port, "--data", tmp_path)
+    assert line.startswith(f"data: {tmp_path} is in use by another turngate process")
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/data", "/proc/turngate-data"])

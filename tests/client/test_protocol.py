@@ -65,7 +65,7 @@ async def test_missing_field_is_named(name: str) -> None:
 
 async def test_field_of_wrong_type_is_named() -> None:
     async with gateway_sending(msgspec.json.encode({**SESSION, "turns": "many"})) as client:
-        with pytest.raises(InvalidReply, match=r"\(turns: Expected `int`, got `str`\)"):
+        with pytest.raises(InvalidReply, match=r"\(turns must be an integer, not a string\)"):
             await client.show("s")
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.cli.kit import run_cli
-from tests.cli.test_run import CALL_ONCE
+from tests.cli.kit import CALL_ONCE, run_cli
 from tests.deploy import kit
 from tests.kit import user
 from tests.sandboxes.kit import need

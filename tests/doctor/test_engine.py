@@ -34,6 +34,16 @@ async def test_unreachable_engine_is_one_failure() -> None:
     assert "connection refused" in first.message and "start the engine (vllm serve MODEL)" in first.fix
 
 
+async def test_unusable_tokenizer_is_one_failure() -> None:
+    async with engine() as config:
+        checks = ("engine", "engine call", "log-probabilities", "template", "tokenizer")
+        findings = await run_checks(msgspec.structs.replace(config, tokenizer="/nowhere/at/all"), *checks)
+    states = {finding.check: finding.state for finding in findings}
+    assert states.pop("engine") == "ok" and states.pop("template") == "failure"
+    assert set(states.values()) == {"not checked"}
+    assert findings_text(findings).count("/nowhere/at/all") == 1
+
+
 async def test_wrong_model_is_failure() -> None:
     async with engine() as config:
         finding = await run_check(msgspec.structs.replace(config, model="another"), "engine")

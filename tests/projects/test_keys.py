@@ -203,7 +203,7 @@ async def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
         assert "acme" in await run("projects", "create", "acme", "--tokens-per-day", "1000000")
         weightless = ("projects", "create", "beta", "--weight", "0", "--gateway", g.root)
-        assert "weight: Expected `float` > 0" in await asyncio.to_thread(run_rejected, *weightless)
+        assert "weight must be a number greater than 0" in await asyncio.to_thread(run_rejected, *weightless)
         assert "1,000,000" in await run("projects", "list")
         assert "2" in await run("projects", "change", "acme", "--weight", "2")
         for changed, quotas in (

@@ -26,8 +26,10 @@ from turngate.rollout import agent_run, stage_reporting
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.local import LocalBackend
 from turngate.tasks.task import Task
+from turngate.trace.training_report import TrainingReport
 
 pytestmark = pytest.mark.process
 
@@ -240,9 +242,31 @@ async def test_missing_program_is_agent_fault(harness: Harness) -> None:
     outcome = await harness.run(agent=agent)
     boundary, stage, message = fault(outcome)
     assert (boundary, stage) == ("agent", "launch")
-    assert message.startswith("mine: no-such-program not found in the local sandbox; install it there")
+    assert message.startswith("mine: no-such-program was not found in the local sandbox; install it there")
     assert (await harness.gateway.show(outcome.session))["status"] == "sealed"
     assert (await harness.gateway.show(outcome.session))["stop"] == "error"
+
+
+async def test_program_that_is_not_executable_is_agent_fault(harness: Harness, tmp_path: Path) -> None:
+    (tmp_path / "program").write_text("#!/bin/sh\n")
+    agent = parse_agent(f'name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["{tmp_path}/program"]')
+    message = f"mine: {tmp_path}/program is not executable; run chmod +x on it"
+    assert fault(await harness.run(agent=agent)) == ("agent", "launch", message)
+
+
+async def test_warning_explains_program_that_the_command_cannot_start(harness: Harness, tmp_path: Path) -> None:
+    (tmp_path / "program").write_text("#!/bin/sh\n")
+    [missing] = (await harness.run(command=f"{tmp_path}/none")).warnings
+    assert "exit code 127 usually means that a program was not found in the local sandbox; install it there" in missing
+    [forbidden] = (await harness.run(command=f"{tmp_path}/program")).warnings
+    assert "exit code 126 usually means that a program is not executable; run chmod +x on it" in forbidden
+    [other] = (await harness.run(command="exit 1")).warnings
+    assert "no model call by the agent was answered" in other
+
+
+def test_warning_says_what_is_visible_in_bubblewrap() -> None:
+    report = agent_run.explain_unstarted(TrainingReport(amount="none"), 127, BubblewrapBackend())
+    assert report is not None and "only /usr of this machine is visible; install it in /usr" in report.warning
 
 
 async def test_failing_install_check_is_agent_fault(harness: Harness) -> None:

@@ -140,7 +140,10 @@ def test_exit_code_and_function_graders(tmp_path: Path) -> None:
             {"task.toml": "[[turngate.rubric]]\nname = 'a'\nscript = '../x.sh'"},
             r"refers to '\.\./x\.sh', which is not a file in",
         ),
-        ({"task.toml": "[[turngate.rubric]]\nname = 'a'\nweight = 0\nfunction='a:b'"}, "weight: Expected"),
+        (
+            {"task.toml": "[[turngate.rubric]]\nname = 'a'\nweight = 0\nfunction='a:b'"},
+            "weight must be a number greater than 0",
+        ),
         (
             {
                 "task.toml": "[[turngate.rubric]]\nname = 'a'\nfunction='a:b'\n[[turngate.rubric]]\nname = 'a'\nfunction='a:b'"

@@ -259,7 +259,7 @@ def test_duplicate_id_names_both_sources(tmp_path: Path) -> None:
     ("row", "complaint"),
     [
         ({"instruction": "x"}, r"t.jsonl, row 2: id is missing"),
-        (make_row(instruction=3), r"t.jsonl, row 2 \(one\): instruction: Expected `str`, got `int`"),
+        (make_row(instruction=3), r"t.jsonl, row 2 \(one\): instruction must be a string, not an integer"),
         (make_row(grade={}), r"\(one\): grade is not a known field; did you mean grader"),
         (make_row(grader={"type": "scirpt"}), "grader"),
         (make_row(grader={"type": "script", "timeout": 3}), "grader.timeout"),

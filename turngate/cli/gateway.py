@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -13,11 +13,13 @@ from rich.console import Console
 from turngate.cli.options import RolloutOptions
 from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
+from turngate.client.protocol import EnginesView
 from turngate.client.retry import retry_while_unreachable
 from turngate.common.terminal import say
-from turngate.config import ServeConfig, load_config
+from turngate.config import OBSERVED_ENGINES, ServeConfig, load_config
 from turngate.engines.base import Engine
-from turngate.errors import ConfigError, DataFolderInUse, EngineUnavailable, Unauthorized
+from turngate.engines.http import EngineClient
+from turngate.errors import ConfigError, DataFolderInUse, EngineError, EngineTimeout, EngineUnavailable, Unauthorized
 from turngate.render import Renderer
 from turngate.server.bind import find_running_gateway
 from turngate.server.engine_factory import build_renderer
@@ -94,14 +96,17 @@ async def connect_gateway(
                 _reject_own_flags(
                     flags, f"{running.url}, which serves {config.data}", " or choose a different --data folder"
                 )
+                engines = await _require_engine(client, own=False)
+                engine = "scripted engine" if engines.scripted else "engine"
                 say(
-                    console,
-                    f"Using the gateway at {running.url}, which already serves {config.data}, and its engine",
-                    "dim",
+                    console, f"Using the gateway at {running.url}, which already serves {config.data}, and its {engine}"
                 )
-                await _require_engine(client, own=False)
                 yield client, False
                 return
+    await _require_endpoint(config)
+    if config.engine == "scripted" and config.model and not {"engine", "script"} & set(choice.own_flags):
+        note = f"The engine is scripted, so the model {config.model} is only a name. Pass --engine to use a real model."
+        say(console, note, "yellow")
     async with _start_gateway(config, build_engine) as address, GatewayClient(address.url, address.admin_key) as client:
         await _require_engine(client, own=True)
         yield client, True
@@ -122,20 +127,43 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
     return True
 
 
-async def _require_engine(client: GatewayClient, *, own: bool) -> None:
-    """Raise an error if the gateway lists engines, but none of them can be used. `own` means that this command started the gateway."""
-    engines = (await client.engines()).engines
-    if not engines or any(engine.up for engine in engines):
-        return
-    reasons = "; ".join(f"{engine.url}: {engine.detail or 'it is down'}" for engine in engines)
+async def _require_engine(client: GatewayClient, *, own: bool) -> EnginesView:
+    """Return the engines of the gateway. Raise an error if it lists engines, but none of them can be used.
+
+    `own` means that this command started the gateway.
+    """
+    view = await client.engines()
+    if not view.engines or any(engine.up for engine in view.engines):
+        return view
+    reasons = "; ".join(f"{engine.url}: {engine.detail or 'it is down'}" for engine in view.engines)
     if own:
-        raise ConfigError(
-            f"engine_url: no engine can be used ({reasons}); check that the engine has started, and that engine_url is its address",
-            param="engine_url",
-        )
+        raise _explain_unusable(reasons)
     raise EngineUnavailable(
         f"the gateway at {client.url} has no engine that can be used ({reasons}); check that the engine has started, and list the "
         f"engines with `turngate engines list --gateway {client.url}`"
+    )
+
+
+async def _require_endpoint(config: ServeConfig) -> None:
+    """Raise an error if the connection to an observed endpoint fails. Any HTTP response will do, and a slow endpoint is not an error."""
+    if config.engine not in OBSERVED_ENGINES:
+        return
+    [url] = config.engine_url
+    client = EngineClient(config.engine, url)
+    await client.start()
+    try:
+        with suppress(EngineTimeout):
+            await client.check_connection()
+    except EngineError as error:
+        raise _explain_unusable(f"{url}: {error.message}") from None
+    finally:
+        await client.close()
+
+
+def _explain_unusable(reasons: str) -> ConfigError:
+    return ConfigError(
+        f"engine_url: no engine can be used ({reasons}); check that the engine has started, and that engine_url is its address",
+        param="engine_url",
     )
 
 

@@ -83,8 +83,8 @@ def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str
         return pairs
     if option is None:
         raise ConfigError(
-            f"{spec.name} does not take a command, but one was passed ({shlex.join(command)}); remove it, or pass "
-            "--agent shell",
+            f"{spec.name} does not take a command, but one was passed ({shlex.join(command)}); pass an instruction as --prompt TEXT, a "
+            "task as --task PATH, or a command to --agent shell",
             param="command",
         )
     if "command" in names:

@@ -100,7 +100,7 @@ def _load_task(options: RunOptions) -> Task:
     if options.task is not None and options.prompt is not None:
         raise ConfigError("pass either --task PATH or --prompt TEXT, not both", param="task")
     if options.task is not None:
-        return tasks.load_task(Path(options.task))
+        return tasks.load_single_task(options.task)
     if options.prompt is not None:
         return tasks.task_from_prompt(options.prompt)
     if options.command:

@@ -15,6 +15,24 @@ from turngate.errors import ConfigError
 
 _FIELD_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+_WRONG_TYPE = re.compile(r"Expected `(?P<expected>[\w |]+)`, got `(?P<got>\w+)`")
+_WRONG_NUMBER = re.compile(r"Expected `(?P<type>int|float)` (?P<operator>[<>]=?) (?P<bound>\S+)")
+_WRONG_LENGTH = re.compile(
+    r"Expected `(?P<type>str|array|object)` of length (?P<operator>[<>]=)? ?(?P<length>\d+)(, got \d+)?"
+)
+_WRONG_TEXT = re.compile(r"Expected `str` matching regex (?P<pattern>'.*')")
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+_GIVEN_TYPES = {**_TYPES, "float": "a decimal number", "bool": "a boolean", "null": "null"}
+_BOUNDS = {">=": "of at least", "<=": "of at most", ">": "greater than", "<": "less than"}
+_LENGTHS = {">=": "at least", "<=": "at most", None: "exactly"}
+_PARTS = {"str": "character", "array": "item", "object": "entry"}
 
 
 def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
@@ -30,13 +48,40 @@ def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[st
     if unknown := _UNKNOWN_FIELD.search(reason):
         field = ".".join(part for part in (path, unknown[1]) if part)
         return f"{field} is not a known {noun}{suggestion(unknown[1], _field_names(field_type))}", field
-    if reason.startswith("Invalid enum value") and (values := _literal_values(field_type)):
-        wrong = reason.removeprefix("Invalid enum value ")
+    if values := _literal_values(field_type):
+        wrong_type = _WRONG_TYPE.fullmatch(reason)
+        wrong = (
+            _GIVEN_TYPES.get(wrong_type["got"], wrong_type["got"])
+            if wrong_type
+            else reason.removeprefix("Invalid enum value ")
+        )
         return f"{path} must be one of {', '.join(map(str, values))}, not {wrong}", path
     if missing := re.search(r"missing required field `([^`]*)`", reason):
         field = ".".join(part for part in (path, missing[1]) if part)
         return f"{field} is missing", field
-    return (f"{path}: {reason}", path) if path else (reason, None)
+    if not path:
+        return reason, None
+    expected = _describe_expected(reason)
+    return f"{path} {expected}" if expected else f"{path}: {reason}", path
+
+
+def _describe_expected(reason: str) -> str:
+    """Put msgspec's reason into plain English, such as "must be a number, not a string". Return "" if it is of another kind."""
+    if found := _WRONG_TYPE.fullmatch(reason):
+        names = [name for name in found["expected"].split(" | ") if name != "null"]
+        if "float" in names:
+            names = [name for name in names if name != "int"]
+        if all(name in _TYPES for name in names) and found["got"] in _GIVEN_TYPES:
+            return f"must be {' or '.join(_TYPES[name] for name in names)}, not {_GIVEN_TYPES[found['got']]}"
+    if found := _WRONG_NUMBER.fullmatch(reason):
+        return f"must be {_TYPES[found['type']]} {_BOUNDS[found['operator']]} {found['bound'].removesuffix('.0')}"
+    if found := _WRONG_LENGTH.fullmatch(reason):
+        part = _PARTS[found["type"]]
+        parts = part if found["length"] == "1" else f"{part}s".replace("ys", "ies")
+        return f"must have {_LENGTHS[found['operator']]} {found['length']} {parts}"
+    if found := _WRONG_TEXT.fullmatch(reason):
+        return f"must match the regular expression {found['pattern']}"
+    return ""
 
 
 def parse_toml(text: str) -> dict[str, Any]:

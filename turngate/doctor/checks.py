@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from turngate.common.safe_text import sanitize_line
 from turngate.doctor import agents_and_sandboxes, cell, engine, gateway, machine, tokenizer
-from turngate.doctor.context import DoctorContext
-from turngate.doctor.finding import CheckOutcome, DoctorCheck, Finding, failure
+from turngate.doctor.context import DoctorContext, NotChecked
+from turngate.doctor.finding import CheckOutcome, DoctorCheck, Finding, failure, not_checked
 from turngate.errors import TurngateError
 from turngate.telemetry.logs import redact
 
@@ -198,6 +198,8 @@ async def _run_check(check: DoctorCheck, context: DoctorContext) -> list[Finding
                 "find out what is blocking it, and run the check again",
             )
         ]
+    except NotChecked as error:
+        results = [not_checked(error.message, error.fix)]
     except TurngateError as error:
         fix = "correct the setting" if error.boundary == "config" else "fix the problem, and run the check again"
         results = [failure(error.message, fix)]

@@ -6,12 +6,22 @@ import asyncio
 
 import msgspec
 
-from turngate.config import OBSERVED_ENGINES, ServeConfig
+from turngate.config import ServeConfig
 from turngate.engines.base import Engine, Health, Relay
+from turngate.errors import TurngateError
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.server.engine_factory import build_engine
 
 TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engines costs nothing
+
+
+class NotChecked(Exception):
+    """Raised if a check cannot run because of a problem that another check reports."""
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
 
 
 class DoctorContext:
@@ -49,6 +59,16 @@ class DoctorContext:
                 self._loaded = await asyncio.to_thread(self._load)
             return self._loaded
 
+    async def require_renderer(self) -> Renderer:
+        """Return the renderer. If it cannot be loaded, raise `NotChecked`, because the check `template` reports the failure."""
+        try:
+            renderer, _ = await self.renderer()
+        except (TurngateError, OSError):
+            raise NotChecked(
+                "the tokenizer cannot be loaded", "fix the failure that the check `template` reports"
+            ) from None
+        return renderer
+
     def _load(self) -> tuple[Renderer, Certificate]:
         config = self.config
         name = config.tokenizer or (config.model_folder if config.engine == "local" else "")
@@ -68,7 +88,7 @@ class DoctorContext:
 
     async def _build_engine(self, url: str) -> tuple[Engine | None, Relay | None]:
         config = msgspec.structs.replace(self.config, engine_url=[url] if url else [])
-        renderer = None if self.config.engine in OBSERVED_ENGINES else (await self.renderer())[0]
+        renderer = await self.require_renderer() if self.config.engine == "scripted" else None
         return build_engine(config, renderer)
 
     async def health(self) -> list[tuple[str, Health]]:

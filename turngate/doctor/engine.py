@@ -98,7 +98,7 @@ async def check_call(context: DoctorContext) -> list[CheckOutcome]:
 
 async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
     name = _label(url, context.config.engine)
-    renderer, _ = await context.renderer()
+    renderer = await context.require_renderer()
     start = time.perf_counter()
     try:
         ids, logprobs, prompt = await _generate(context, url, renderer, NEUTRAL, echo=context.config.engine == "vllm")
@@ -187,7 +187,7 @@ async def check_logprobs(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> CheckOutcome:
-    renderer, _ = await context.renderer()
+    renderer = await context.require_renderer()
     greedy = [Sampling(temperature=temperature, top_k=1) for temperature in (1.0, 2.0)]
     cool, hot = [await _generate(context, url, renderer, sampling) for sampling in greedy]
     free = await _generate(context, url, renderer, Sampling(temperature=2.0))

@@ -69,7 +69,7 @@ async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
     config = context.config
     if config.engine not in ("vllm", "sglang"):
         return [not_checked(f"engine {config.engine}: only vLLM and SGLang have a tokenizer to compare")]
-    renderer, _ = await context.renderer()
+    renderer = await context.require_renderer()
     results = []
     for url, health in await context.health():
         if not health.ok:

@@ -475,6 +475,13 @@ class EngineClient:
         """Check that a GET of the path returns status 200."""
         await self._probe("GET", path, b"")
 
+    async def check_connection(self) -> None:
+        """Check that a server answers at the engine's URL, with any HTTP status. Raise `EngineUnavailable` if the connection fails."""
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        with map_errors(self.engine):
+            async with self.session.get(self.url, timeout=timeout, allow_redirects=False):
+                pass
+
     async def notify(self, path: str, body: bytes) -> None:
         """Send a message, such as an abort, and discard the reply. Raise an error if the message is rejected."""
         await self._probe("POST", path, body)

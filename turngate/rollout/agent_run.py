@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
+
 from turngate.agents.host_tools import add_tool_commands, describe_tools
 from turngate.agents.installation import Installation
 from turngate.agents.launch import Launch, plan_launch
@@ -14,11 +16,16 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import AgentError, SandboxError, SandboxTooLarge, TurngateError
 from turngate.rollout.classify import DISK_LIMIT, SESSION_LIMITS, Ending
 from turngate.rollout.spec import RolloutSpec
-from turngate.sandboxes.base import Job, Sandbox
+from turngate.sandboxes.base import Backend, Job, Sandbox
+from turngate.trace.training_report import TrainingReport
 
 GRACE_S = 30.0  # time for an agent to exit on its own after its session has reached a limit
 _CHECK_S = 60.0  # time limit of each check before the launch
-_FIND_PROGRAM = 'command -v -- "$1" >/dev/null'
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # exit codes, as in a shell
+_FIND_PROGRAM = f"""case $1 in
+*/*) [ -e "$1" ] || exit {_NOT_FOUND}; [ -x "$1" ] || exit {_NOT_EXECUTABLE} ;;
+*) command -v -- "$1" >/dev/null || exit {_NOT_FOUND} ;;
+esac"""
 
 
 def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, base_url: str, key: str) -> Launch:
@@ -52,17 +59,36 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
             "be overloaded"
         )
     if lookup.exit_code:
-        raise AgentError(
-            f"{name}: {launch.program} not found in the {spec.backend.name} sandbox; "
-            "install it there, or choose a different sandbox or image",
-            param="command",
-        )
+        problem, fix = _explain_missing(lookup.exit_code, spec.backend)
+        raise AgentError(f"{name}: {launch.program} {problem}; {fix}", param="command")
     if launch.check:
         result = await sandbox.exec(launch.check, env=launch.env, timeout_s=_CHECK_S)
         if result.exit_code:
             ended = f"took longer than {_CHECK_S:g} s" if result.timed_out else f"exited with code {result.exit_code}"
             printed = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-300:]
             raise AgentError(f"{name}: install.check {ended}: {printed or 'no output'}", param="install.check")
+
+
+def explain_unstarted(report: TrainingReport | None, exit_code: int | None, backend: Backend) -> TrainingReport | None:
+    """If no tokens are trained because a program could not be started, return the report with that reason and its fix."""
+    if report is None or report.amount != "none" or exit_code not in (_NOT_EXECUTABLE, _NOT_FOUND):
+        return report
+    problem, fix = _explain_missing(exit_code, backend)
+    reason = f"exit code {exit_code} usually means that a program {problem}"
+    return msgspec.structs.replace(report, reason=reason, fix=f"{fix}; read the agent's output")
+
+
+def _explain_missing(exit_code: int, backend: Backend) -> tuple[str, str]:
+    """Return why a program could not be started in a sandbox, and how to fix that."""
+    if exit_code == _NOT_EXECUTABLE:
+        return "is not executable", "run chmod +x on it"
+    problem = f"was not found in the {backend.name} sandbox"
+    if backend.has_host_programs and backend.relocates:
+        return (
+            f"{problem}, in which only /usr of this machine is visible",
+            "install it in /usr, add it to the task's files, or choose a different sandbox",
+        )
+    return problem, "install it there, or choose a different sandbox or image"
 
 
 async def run_agent(

@@ -40,7 +40,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.common.aio import run_to_completion
 from turngate.common.safe_text import make_encodable
 from turngate.errors import AgentError, TurngateError
-from turngate.rollout.agent_run import GRACE_S, build_launch, check_program, run_agent
+from turngate.rollout.agent_run import GRACE_S, build_launch, check_program, explain_unstarted, run_agent
 from turngate.rollout.classify import Classification, Ending, classify
 from turngate.rollout.collect import collect
 from turngate.rollout.connection import Connection, GatewayConnector
@@ -384,6 +384,8 @@ class Rollout:
                 outcome.turns, outcome.sampled_tokens = shown.turns, shown.sampled_tokens
                 outcome.roles, self._ending.stop = shown.roles or {}, self.verdict.stop or shown.stop
                 outcome.training, outcome.refused = shown.training, shown.refused
+                if not shown.turns:
+                    outcome.training = explain_unstarted(shown.training, self._ending.exit_code, self._spec.backend)
                 outcome.rows = len(await self._gateway.samples(outcome.session, masks=True))
         except TimeoutError:
             self._note(f"the session could not be read from the gateway: no reply within {limit_s:.0f} s")

@@ -62,20 +62,42 @@ def local_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def check_port(config: ServeConfig) -> None:
+    """Raise `ConfigError` if the gateway cannot listen on its port. Call this before anything is created in the data folder.
+
+    If a gateway serves the data folder, return without an error: opening the store then reports that the folder is in use.
+    """
+    if find_running_gateway(config.folder) is None:
+        _bind(config).close()
+
+
 def open_listener(config: ServeConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = _bind(config)
     try:
-        listener.bind((config.host, config.port))
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose a different --port or --host",
-            param="port",
-        ) from None
+        raise _explain_bind_error(config, error) from None
     return listener
+
+
+def _bind(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((config.host, config.port))
+    except OSError as error:
+        bound.close()
+        raise _explain_bind_error(config, error) from None
+    return bound
+
+
+def _explain_bind_error(config: ServeConfig, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose a different --port or --host",
+        param="port",
+    )
 
 
 def startup_message(config: ServeConfig, listener: socket.socket) -> str:

@@ -28,7 +28,14 @@ from turngate.errors import ConfigError, Stopping
 from turngate.render import Certificate, Renderer, TemplateRenderer
 from turngate.server.app import Gateway
 from turngate.server.asgi import OVERSIZED_FRAME, STALL_S, UNDECODABLE_FRAME, App, Receive, Scope, Send
-from turngate.server.bind import local_url, open_listener, publish_address, raise_file_limit, startup_message
+from turngate.server.bind import (
+    check_port,
+    local_url,
+    open_listener,
+    publish_address,
+    raise_file_limit,
+    startup_message,
+)
 from turngate.server.model_calls import respond_error
 from turngate.server.routing import dialect_of
 from turngate.telemetry.spans import is_enabled, start_tracing, stop_tracing
@@ -44,6 +51,7 @@ def run(config: ServeConfig) -> None:
 
 
 def _run(config: ServeConfig) -> None:
+    check_port(config)
     gateway = Gateway(config)
     try:
         listener = open_listener(config)

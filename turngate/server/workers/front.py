@@ -34,7 +34,14 @@ from turngate.config import ServeConfig
 from turngate.errors import ConfigError, DataFolderInUse
 from turngate.gateway.cell.lease_file import create_lease_file
 from turngate.server.auth import admin_key
-from turngate.server.bind import has_stale_note, open_listener, publish_address, raise_file_limit, startup_message
+from turngate.server.bind import (
+    check_port,
+    has_stale_note,
+    open_listener,
+    publish_address,
+    raise_file_limit,
+    startup_message,
+)
 from turngate.store.lock import lock_folder
 
 log = logging.getLogger("turngate")
@@ -67,6 +74,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
 
 def run(config: ServeConfig) -> None:
+    check_port(config)
     data = Path(config.data)
     raise_file_limit()
     with _lock_data(data) as held:

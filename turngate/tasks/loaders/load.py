@@ -100,6 +100,21 @@ def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
         raise TaskError(f"task: no task in {where} matches {', '.join(only)}; available tasks: {listed}", param="only")
 
 
+def load_single_task(where: str) -> Task:
+    """Load one task from a folder or a text file. For a source of several tasks, raise a `TaskError` that says how to run them."""
+    if where.startswith(HUB):
+        kind = "a data set"
+    elif _FUNCTION.fullmatch(where) and not Path(where).exists():
+        kind = "a function that returns tasks"
+    else:
+        return harbor.load_task(Path(where))
+    raise TaskError(
+        f"task: {where} is {kind}, not one task; specify a folder with an instruction.md, or a text file, or run its tasks with "
+        f"`turngate batch --tasks {where}`",
+        param="task",
+    )
+
+
 def _find_candidates(where: str) -> Iterator[Candidate]:
     if where.startswith(HUB):
         return _hub_candidates(where)
