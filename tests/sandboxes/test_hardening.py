@@ -401,12 +401,12 @@ def test_tunnel_command_sees_only_its_own_secrets() -> None:
     assert set(tunnel.filter_environment("ssh", env)) == {"PATH", "TUNNEL_TOKEN"}
 
 
-def test_install_command_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command_sees_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("OPENAI_API_KEY", "TURNGATE_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret-77")
     monkeypatch.setenv("npm_config_registry", "registry-77")
     with pytest.raises(AgentError) as caught:
-        install._run_command("look", ["sh", "-c", "env; exit 1"])
+        install._run_command("look", ["sh", "-c", "env; exit 1"], scratch=tmp_path)
     assert "secret-77" not in caught.value.message and "registry-77" in caught.value.message
 
 
