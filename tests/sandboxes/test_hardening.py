@@ -22,8 +22,9 @@ from tests.sandboxes.test_archive import FILE, HARD, LINK, PIPE, make_tar
 from tests.sandboxes.upstream import send_raw, upstream
 from tests.speed import scaled
 from turngate.agents import install
+from turngate.common import owner
 from turngate.errors import AgentError, SandboxError, SandboxGone
-from turngate.sandboxes import archive, docker, door, owner, relay, seccomp, supervisor, tunnel
+from turngate.sandboxes import archive, docker, door, relay, seccomp, supervisor, tunnel
 from turngate.sandboxes.base import Resources, SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.docker import DockerBackend
