@@ -22,6 +22,7 @@ MODULES = {
     "turngate.rollout.one": "turngate.rollout.rollout",
     "turngate.rollout.pace": "turngate.rollout.throttle",
     "turngate.rollout.wayout": "turngate.rollout.connection",
+    "turngate.sandboxes.owner": "turngate.common.owner",
     "turngate.service.asked": "turngate.service.request",
     "turngate.trainers.feed": "turngate.client.feed",
     "turngate.trainers.gate": "turngate.client.gate",

@@ -26,6 +26,7 @@ Mode = Literal["exact", "gate", "observe"]
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Capture = Literal["tokens", "logprobs", "text"]
 SUPERSEDED = "superseded"  # stop reason of a session whose attempt was given up or replaced by a later one
+RUNNER_LOST = "runner lost"  # stop reason of a session whose runner has ended without ending the session
 STALE = "stale"  # stop reason of a session that is too old for every feed
 BATCH_STREAM = "batch:"  # prefix of a batch's event stream; the batch id follows
 

@@ -164,13 +164,46 @@ def test_concurrent_builds_run_once(tmp_path: Path) -> None:
     assert len(built) == 1
 
 
+RECIPES = {
+    "npm": {"npm": "x"},
+    "node": {"npm": "x"},
+    "pip": {"pip": "x", "python": "3.12", "deps": True},
+    "pip download": {"pip": "x", "python": "3.12", "deps": False},
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", RECIPES)
+def test_killed_command_leaves_no_temporary_files(
+    command: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    program = tmp_path / "bin" / "program"
+    npm = tmp_path / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    npm.parent.mkdir(parents=True)
+    npm.touch()
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nmktemp -d\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(install, "find_python", lambda version: PYTHON_312)
+    monkeypatch.setattr(install, "find_node", lambda: None if command == "node" else program)
+    shell = spec.find_agent("shell").spec
+    recipe = msgspec.structs.replace(shell.install, version="1.0", **RECIPES[command])
+    with pytest.raises(AgentError, match=r"status -9; .*\n    /.*/tmp"):
+        install.ensure_installed(msgspec.structs.replace(shell, install=recipe), ignore)
+    assert not list((tmp_path / "tmp").iterdir())
+    assert {path.suffix for path in empty_cache.rglob("*") if not path.is_dir()} == {".lock"}
+
+
 @pytest.mark.process
 def test_failed_command_shows_last_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no such package'); sys.exit(3)"]
     with pytest.raises(
         AgentError, match=r"(?s)install x: .*exited with status 3; the last lines of its output:.*no such package"
     ):
-        install._run_command("install x", command)
+        install._run_command("install x", command, scratch=tmp_path)
 
 
 @pytest.mark.process

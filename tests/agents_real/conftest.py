@@ -18,8 +18,8 @@ from tests.agents_real.kit import Check, Prepare
 from tests.needs import needs
 from tests.sandboxes.kit import MAKE, need
 from tests.speed import scaled
+from turngate.common import owner
 from turngate.rollout.agent_check import AgentCheck, CheckOptions, CheckReport, prepare_check
-from turngate.sandboxes import owner
 from turngate.sandboxes.base import Backend
 from turngate.sandboxes.docker import OWNER_LABEL
 from turngate.sandboxes.warm_start import FORK_SERVER

@@ -21,10 +21,11 @@ from tests.postgres import PostgresServer
 from tests.speed import scaled
 from turngate.client.feed import Feed, FeedConfig
 from turngate.client.gateway import GatewayClient
+from turngate.common import owner
 from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
 from turngate.rollout.ledger import LEDGER_NAME, read_ledger
-from turngate.sandboxes import get_backend, owner, supervisor
+from turngate.sandboxes import get_backend, supervisor
 from turngate.server.run import run_embedded
 
 LEASE_S = 6

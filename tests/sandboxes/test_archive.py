@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from turngate.common import owner
 from turngate.errors import SandboxError
-from turngate.sandboxes import archive, folders, owner, supervisor
+from turngate.sandboxes import archive, folders, supervisor
 
 
 def make_tar(*members: tuple[str, bytes, str | bytes]) -> io.BytesIO:

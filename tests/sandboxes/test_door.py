@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import socket
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -211,6 +214,76 @@ async def test_client_disconnect_reaches_gateway() -> None:
             await asyncio.sleep(0.01)
         writer.close()
         await asyncio.wait_for(disconnected.wait(), scaled(2))
+
+
+CALL = b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+REFUSED_CALL = b"POST /admin HTTP/1.1\r\nhost: x\r\ncontent-length: 10000000\r\n\r\n{}"
+
+
+def record_errors() -> list[dict[str, Any]]:
+    """Return a list that receives what the event loop would otherwise log."""
+    errors: list[dict[str, Any]] = []
+
+    def record(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        errors.append(context)
+
+    asyncio.get_running_loop().set_exception_handler(record)
+    return errors
+
+
+async def wait_for_hang_up(call: Call) -> None:
+    await call.wait_for_hang_up()
+
+
+@pytest.mark.parametrize("sent", [b"", CALL[:20], CALL, REFUSED_CALL], ids=["idle", "partial", "call", "refused"])
+async def test_close_ends_connections_and_logs_nothing(sent: bytes) -> None:
+    errors = record_errors()
+    async with upstream(wait_for_hang_up) as gateway:
+        async with door.open_door(gateway.url) as opened_door:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(opened_door.address.rpartition(":")[2]))
+            writer.write(sent)
+            while sent == CALL and not gateway.requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+        reply = await asyncio.wait_for(reader.read(), scaled(10))
+        assert reply.startswith(b"HTTP/1.1 404 ") if sent == REFUSED_CALL else reply == b""
+        writer.close()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not errors
+
+
+# asyncio itself drops a socket that it accepts while its server is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_door_closes_at_any_moment_of_a_call() -> None:
+    """No call delays the door or is served after it has closed, even if its connection is accepted during `close`."""
+    errors = record_errors()
+    for steps in range(30):
+        async with upstream(wait_for_hang_up) as gateway:
+            outside = asyncio.all_tasks()
+            async with asyncio.timeout(scaled(10)), door.open_door(gateway.url) as opened_door:
+                client = socket.create_connection(("127.0.0.1", int(opened_door.address.rpartition(":")[2])))
+                client.sendall(CALL)
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+            with client:
+                await asyncio.sleep(0.02)
+                left = [task for task in asyncio.all_tasks() - outside if "upstream.py" not in repr(task)]
+                assert not left, f"after {steps} steps"
+    gc.collect()
+    assert not errors
+
+
+async def test_unexpected_error_is_logged() -> None:
+    errors = record_errors()
+
+    def fail(method: str, path: str) -> None:
+        raise ZeroDivisionError
+
+    async with upstream() as gateway, door.open_door(gateway.url, on_call=fail) as opened_door:
+        assert await send_raw(int(opened_door.address.rpartition(":")[2]), CALL) == b""
+    gc.collect()
+    assert [type(error["exception"]) for error in errors] == [ZeroDivisionError]
 
 
 async def test_concurrent_doors_keep_umask(tmp_path: Path) -> None:

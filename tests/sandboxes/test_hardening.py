@@ -22,8 +22,9 @@ from tests.sandboxes.test_archive import FILE, HARD, LINK, PIPE, make_tar
 from tests.sandboxes.upstream import send_raw, upstream
 from tests.speed import scaled
 from turngate.agents import install
+from turngate.common import owner
 from turngate.errors import AgentError, SandboxError, SandboxGone
-from turngate.sandboxes import archive, docker, door, owner, relay, seccomp, supervisor, tunnel
+from turngate.sandboxes import archive, docker, door, relay, seccomp, supervisor, tunnel
 from turngate.sandboxes.base import Resources, SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.docker import DockerBackend
@@ -401,12 +402,12 @@ def test_tunnel_command_sees_only_its_own_secrets() -> None:
     assert set(tunnel.filter_environment("ssh", env)) == {"PATH", "TUNNEL_TOKEN"}
 
 
-def test_install_command_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command_sees_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("OPENAI_API_KEY", "TURNGATE_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret-77")
     monkeypatch.setenv("npm_config_registry", "registry-77")
     with pytest.raises(AgentError) as caught:
-        install._run_command("look", ["sh", "-c", "env; exit 1"])
+        install._run_command("look", ["sh", "-c", "env; exit 1"], scratch=tmp_path)
     assert "secret-77" not in caught.value.message and "registry-77" in caught.value.message
 
 

@@ -50,7 +50,7 @@ TAIL_LINES = 20
 # The environment variables that npm and pip get. Packages may run scripts, which must not see engine keys or the admin key.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 PASSED_VARIABLES = {
-    *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TURNGATE_CACHE", "LD_LIBRARY_PATH"),
+    *("PATH", "HOME", "USER", "LANG", "TURNGATE_CACHE", "LD_LIBRARY_PATH"),
     *("NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE"),
     *_PROXIES,
     *(name.upper() for name in _PROXIES),
@@ -123,7 +123,7 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
             report(f"preparing {spec.name} …")
             values = {"install": str(new), "program": str(new / recipe.program), "node": str(node or "")}
             words = [placeholders.fill(word, values) for word in recipe.prepare]
-            _run_command(f"prepare {spec.name} {recipe.version}", words, cwd=new)
+            _run_command(f"prepare {spec.name} {recipe.version}", words, scratch=new.parent, cwd=new)
 
     build_once(folder, _fingerprint(spec), build, report)
     installed = Installation(
@@ -194,7 +194,8 @@ def build_node(new: Path, report: Report = print) -> None:
     with tempfile.TemporaryDirectory(dir=new) as scratch:
         pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
         report(f"downloading {NODE_PACKAGE} …")
-        _run_command(f"download {NODE_PACKAGE}", [*pip, "--dest", scratch, *_use_lock(NODE_LOCK)])
+        command = [*pip, "--dest", scratch, *_use_lock(NODE_LOCK)]
+        _run_command(f"download {NODE_PACKAGE}", command, scratch=new.parent)
         [wheel] = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(scratch)
@@ -207,7 +208,7 @@ def build_node(new: Path, report: Report = print) -> None:
         script.unlink(missing_ok=True)
         script.symlink_to(Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js"))
         script.chmod(0o755)  # this changes the mode of the link's target
-    _run_command("run node --version", [new / "bin" / "node", "--version"])
+    _run_command("run node --version", [new / "bin" / "node", "--version"], scratch=new.parent)
 
 
 # ---- building a cache folder ----
@@ -379,14 +380,14 @@ def _install_npm(spec: AgentSpec, new: Path, node: Path, report: Report) -> None
     if lock is not None:
         shutil.copy(lock, new / "package-lock.json")
     path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # packages may run scripts that call `node`
-    _run_command(f"install {package}", npm_command(spec, node), cwd=new, path=path)
+    _run_command(f"install {package}", npm_command(spec, node), scratch=new.parent, cwd=new, path=path)
 
 
 def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
     package = f"{spec.install.pip} {spec.install.version}"
     report(f"installing {package} …")
     if spec.install.deps and find_lock(spec) is None:
-        _run_command(f"install {package}", pip_command(spec, new))
+        _run_command(f"install {package}", pip_command(spec, new), scratch=new.parent)
     else:
         _download_and_install(spec, new, report)
     (new / "__main__.py").write_text(RUN_MODULE)
@@ -395,7 +396,8 @@ def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
         # Compile now, because on a read-only mount Python would compile the code at every start. Unlike pip, compileall uses all cores.
         report(f"compiling {package} …")
         with contextlib.suppress(AgentError):  # it fails if this Python version cannot parse one of the files
-            _run_command(f"compile {package}", [python.path, "-m", "compileall", "-q", "-j", "0", new])
+            command = [python.path, "-m", "compileall", "-q", "-j", "0", str(new)]
+            _run_command(f"compile {package}", command, scratch=new.parent)
 
 
 def make_scripts_relocatable(folder: Path, python: str) -> None:
@@ -414,12 +416,13 @@ def _download_and_install(spec: AgentSpec, new: Path, report: Report) -> None:
         wheels = Path(scratch)
         report("downloading …")
         downloads = [
-            pool.submit(_run_command, f"download {package}", command) for command in download_commands(spec, wheels)
+            pool.submit(_run_command, f"download {package}", command, scratch=new.parent)
+            for command in download_commands(spec, wheels)
         ]
         for download in downloads:
             download.result()
         report("unpacking …")
-        _run_command(f"install {package}", pip_command(spec, new, wheels))
+        _run_command(f"install {package}", pip_command(spec, new, wheels), scratch=new.parent)
 
 
 def _node_major_version(node: Path) -> int:
@@ -431,23 +434,29 @@ def _node_major_version(node: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _run_command(action: str, argv: Sequence[str | Path], *, cwd: Path | None = None, path: str = "") -> None:
-    """Run a command. If it fails, raise `AgentError` with the last lines of its output. `action` describes the command in the error."""
+def _run_command(
+    action: str, argv: Sequence[str | Path], *, scratch: Path, cwd: Path | None = None, path: str = ""
+) -> None:
+    """Run a command. If it fails, raise `AgentError` with the last lines of its output. `action` describes the command in the error.
+
+    The command's temporary files are in `scratch`, a folder that is removed even if the command is killed.
+    """
     environment = {
         key: value for key, value in os.environ.items() if key in PASSED_VARIABLES or key.startswith(PASSED_PREFIXES)
     }
     command = [str(word) for word in argv]
-    result = subprocess.run(  # noqa: S603  the arguments are our own
-        command,
-        cwd=cwd,
-        env=environment | ({"PATH": path} if path else {}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    with tempfile.TemporaryDirectory(prefix="tmp-", dir=scratch) as temporary:
+        result = subprocess.run(  # noqa: S603  the arguments are our own
+            command,
+            cwd=cwd,
+            env=environment | {"TMPDIR": temporary} | ({"PATH": path} if path else {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
     if result.returncode:
         tail = "\n".join(f"    {line}" for line in result.stdout.splitlines()[-TAIL_LINES:])
         raise AgentError(

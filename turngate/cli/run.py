@@ -28,7 +28,7 @@ from turngate.cli.prepare import (
     require_writable,
 )
 from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_signal
-from turngate.common.terminal import LiveDisplay, sanitize, sanitize_line, say
+from turngate.common.terminal import CommandConsole, LiveDisplay, sanitize, sanitize_line, say
 from turngate.common.terminal import console as new_console
 from turngate.config import REFERENCE_SCRIPT, ServeConfig
 from turngate.errors import ConfigError
@@ -113,7 +113,7 @@ def _run_and_print(
     config: ServeConfig,
     gateway: GatewayChoice,
     access: RemoteAccess,
-    console: Console,
+    console: CommandConsole,
     *,
     as_json: bool,
 ) -> int:

@@ -23,6 +23,8 @@ from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize, sanitize_line, say
 from turngate.dialects import decode_stored_messages
 from turngate.errors import ConfigError
+from turngate.gateway.events import PAGE
+from turngate.gateway.lost_runners import find_runner
 from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import RecordedOutcome
@@ -30,7 +32,7 @@ from turngate.trace.sample import NEEDS_MASK, Sample
 from turngate.trace.session import CacheUse
 from turngate.trace.training_report import list_warnings
 from turngate.trace.turn_rewards import TurnReward
-from turngate.types import Message
+from turngate.types import RUNNER_LOST, Message
 from turngate.views.session import encode_json, load_session_view
 from turngate.views.session_directory import describe_session
 from turngate.views.trace import decode_trace
@@ -98,8 +100,13 @@ def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | 
         known = store.find(wanted)
         session_id = wanted if known else resolve_session_id(wanted, store.ids(10_000))
         shown = load_session_view(store, session_id)
+        summary = describe_session(store, shown.session)
+        if summary.status == "open" and not summary.stop:
+            runner = find_runner(store.events.page(session_id, 0, PAGE))
+            if runner is not None and runner.gone:
+                summary = msgspec.structs.replace(summary, stop=RUNNER_LOST)
         view = _build_view(
-            describe_session(store, shown.session),
+            summary,
             decode_trace(shown.encode_trace()),
             shown.samples(keep_empty=True, masks=True),
             _find_masked(shown.samples(keep_empty=True)),

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and other signals: cancel the running work and let it clean up. After further signals, exit at once."""
+"""Handle Ctrl-C, other signals and closed output: cancel the running work and let it clean up. After further signals, exit at once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
-from rich.console import Console
-
-from turngate.common.terminal import say
+from turngate.common.terminal import CommandConsole, say
 
 T = TypeVar("T")
 INTERRUPTED = 130  # exit code
 STOPPING = "Stopping: ending running commands and removing sandboxes …"
 
 
-async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *messages: str) -> T:
-    """Run the work, and cancel it on Ctrl-C, SIGTERM or SIGHUP.
+async def cancel_on_signal(work: Coroutine[Any, Any, T], console: CommandConsole, *messages: str) -> T:
+    """Run the work, and cancel it on Ctrl-C, SIGTERM or SIGHUP, or when the reader of the console's output exits.
 
     Work may stop in several steps: each signal prints the next of `messages` and cancels the work again. After the last message, one more
     signal prints that cleanup is in progress, and another one ends the process.
@@ -49,9 +48,11 @@ async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *mess
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, interrupt)
+    console.on_closed_output = partial(loop.call_soon_threadsafe, interrupt)
     try:
         return await task
     finally:
+        console.on_closed_output = lambda: None  # the work has ended, so its exit code stays
         for number in numbers:
             loop.remove_signal_handler(number)
 

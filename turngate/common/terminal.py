@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Self
 
 from rich.console import Console, RenderableType
@@ -11,11 +13,29 @@ from rich.text import Text
 
 from turngate.common.safe_text import sanitize, sanitize_line
 
-__all__ = ["LiveDisplay", "console", "sanitize", "sanitize_line", "say"]
+__all__ = ["CommandConsole", "LiveDisplay", "console", "sanitize", "sanitize_line", "say"]
 
 
-def console(*, stderr: bool = False) -> Console:
-    return Console(highlight=False, markup=False, emoji=False, stderr=stderr)
+class CommandConsole(Console):
+    """A console that stops its command when the reader of its output exits, as in `turngate run | head -1`.
+
+    `on_closed_output` stops the command in an orderly way. If it is None, the process exits.
+    """
+
+    on_closed_output: Callable[[], object] | None = None
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.file.fileno())  # so that buffered output causes no error at exit
+        os.close(null)
+        if self.on_closed_output is None:
+            raise SystemExit(1)
+        self.on_closed_output()
+
+
+def console(*, stderr: bool = False) -> CommandConsole:
+    return CommandConsole(highlight=False, markup=False, emoji=False, stderr=stderr)
 
 
 def say(to: Console, text: str | Text, style: str = "") -> None:

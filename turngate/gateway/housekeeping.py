@@ -1,4 +1,7 @@
-"""Periodic maintenance of a running gateway: seal idle sessions, cancel the sessions of superseded attempts, and remove old events."""
+"""Periodic maintenance of a running gateway.
+
+Seal idle sessions, cancel the sessions of lost runners and of superseded attempts, and remove old events.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from turngate.errors import TurngateError
 from turngate.gateway.attempts import Attempts
 from turngate.gateway.events import Events
 from turngate.gateway.eviction import Evictor
+from turngate.gateway.lost_runners import LostRunners
 from turngate.gateway.sessions import Sessions
 
 log = logging.getLogger("turngate")
@@ -37,16 +41,21 @@ class Housekeeper:
         self._attempts = attempts
         self._evictor = evictor
         self._events = events
+        self._lost_runners = LostRunners(sessions, events)
         self._idle_s = idle_s
         self._event_s = event_s
         self._pruned = 0.0
 
     async def run(self) -> None:
+        await (
+            self._lost_runners.cancel_sessions()
+        )  # at once, because `turngate run` may keep its gateway for only a few seconds
         while True:
             await asyncio.sleep(min(self._evictor.interval_s, self._idle_s / 4))
             if self._event_s and time.time() - self._pruned > _PRUNE_S:
                 self._pruned = time.time()
                 await self._prune_events(self._pruned - self._event_s)
+            await self._lost_runners.cancel_sessions()
             await self._seal_idle()
             await self._cancel_superseded()
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Literal
 
 from turngate.client.gateway import GatewayClient
+from turngate.common.owner import current_owner
 from turngate.errors import TurngateError
 from turngate.rollout.outcome import Outcome, Stage
 from turngate.types import Json
@@ -54,7 +55,7 @@ def _build_event(stage: Stage | Literal["done"], outcome: Outcome, batch: str) -
     event: dict[str, Json] = {"stage": stage, "rollout": outcome.rollout, "attempt": outcome.attempt}
     if stage == _FIRST:  # the session, whose metadata has these fields, does not exist yet
         about = {"task": outcome.task, "group": outcome.group, "agent": outcome.agent, "model": outcome.model}
-        about |= {"batch": batch}
+        about |= {"batch": batch, "runner": str(current_owner())}
         return {**event, **{name: value[:_MAX_CHARS] for name, value in about.items()}}
     if stage != "done":
         return event

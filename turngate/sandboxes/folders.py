@@ -15,8 +15,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from turngate.common import owner
 from turngate.errors import SandboxError
-from turngate.sandboxes import cgroups, owner, supervisor
+from turngate.sandboxes import cgroups, supervisor
 
 log = logging.getLogger(__name__)
 

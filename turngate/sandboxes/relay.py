@@ -13,7 +13,7 @@ One file, standard library only, Python 3.8 and newer.
 """
 
 # Lint rules that do not suit a dependency-free file for Python 3.8:
-# ruff: noqa: PTH104, UP035, UP041
+# ruff: noqa: PTH104, UP035, UP036, UP041
 
 from __future__ import annotations
 
@@ -105,43 +105,34 @@ class ClientConnection:
     async def read_ahead(self) -> None:
         try:
             with suppress(OSError):
-                while True:
+                while data := await self._reader.read(CHUNK_BYTES):
+                    self._buffer += data
+                    self._has_data.set()
                     while len(self._buffer) >= self._read_ahead_limit:
                         self._has_room.clear()
                         await self._has_room.wait()
-                    data = await self._reader.read(CHUNK_BYTES)
-                    if not data:
-                        break
-                    self._buffer += data
-                    self._has_data.set()
         finally:
             self.closed.set()
             self._has_data.set()
 
-    async def _wait_until(
-        self, is_enough: Callable[[], bool], limit: int = HEAD_LIMIT, *, patient: bool = False
-    ) -> None:
+    async def _wait_until(self, is_ready: Callable[[], bool], limit: int = HEAD_LIMIT, patient: bool = False) -> None:
         self._read_ahead_limit = max(limit, HEAD_LIMIT)
         self._has_room.set()
-        while not is_enough():
+        while not is_ready():
             if self.closed.is_set():
                 raise ClientDisconnected
             self._has_data.clear()
             try:
-                await asyncio.wait_for(self._has_data.wait(), None if patient else self._relay.stall_s)
+                await within(None if patient else self._relay.stall_s, self._has_data.wait())
             except asyncio.TimeoutError:
                 if not self._buffer and limit == HEAD_LIMIT:
                     raise ClientDisconnected from None  # idle between requests
                 raise RequestRefused(408, "the request stalled") from None
 
     async def discard(self, count: int) -> None:
-        """Read and discard `count` bytes of a body, for at most `LINGER_S`."""
-        deadline = time.monotonic() + LINGER_S
-        count -= len(self._take(min(len(self._buffer), count)))
-        while count > 0 and time.monotonic() < deadline and not self.closed.is_set():
-            self._has_data.clear()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_data.wait(), deadline - time.monotonic())
+        """Read and discard `count` bytes of a body."""
+        while count > 0:
+            await self._wait_until(lambda: bool(self._buffer), patient=True)
             count -= len(self._take(min(len(self._buffer), count)))
 
     def _take(self, count: int) -> bytes:
@@ -290,9 +281,7 @@ class HttpRelay:
         # Start serving only after `self._server` is set, so that `close` can close it. Otherwise, if this call were cancelled in between,
         # the event loop would keep watching the descriptor and miss events of the next file with the same number.
         try:
-            self._server = await asyncio.start_server(
-                self._accept, sock=listener, limit=CHUNK_BYTES, start_serving=False
-            )
+            self._server = await asyncio.start_server(self._accept, sock=listener, start_serving=False)
         except BaseException:
             listener.close()
             raise
@@ -301,31 +290,35 @@ class HttpRelay:
     async def close(self) -> None:
         if self._server:
             self._server.close()
-        for connection in list(self._connections):
+        for connection in self._connections:
             connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        if self._connections:
+            await asyncio.wait(self._connections)
 
-    async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
-        if len(self._connections) >= self.max_connections:  # the relay retries
-            refuse(writer, RequestRefused(503, "too many connections", "overloaded"))
-            return writer.close()
-        task = asyncio.current_task()
-        self._connections.add(task)
-        client = ClientConnection(self, reader, writer)
-        reading = asyncio.ensure_future(client.read_ahead())
-        try:
-            while await self._serve_request(client):
-                pass
-            await writer.drain()
-        except RequestRefused as refused:
-            refuse(writer, refused)
-            await client.discard(refused.unread)
-        except (ClientDisconnected, TruncatedReply, OSError):
-            pass
-        finally:
-            self._connections.discard(task)
-            reading.cancel()
+    def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        # Not a coroutine: before Python 3.12, asyncio logs a traceback when the task that runs it is cancelled.
+        if not self._server or not self._server.is_serving() or len(self._connections) >= self.max_connections:
+            refuse(writer, RequestRefused(503, "closing, or too many connections", "overloaded"))  # the relay retries
             writer.close()
+            return
+        task = asyncio.ensure_future(self._serve(ClientConnection(self, reader, writer)))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        task.add_done_callback(lambda _: writer.close())  # also if the task is cancelled before it starts
+
+    async def _serve(self, client: ClientConnection) -> None:
+        reading = asyncio.ensure_future(client.read_ahead())
+        with suppress(ClientDisconnected, TruncatedReply, OSError, asyncio.TimeoutError):
+            try:
+                while await self._serve_request(client):
+                    pass
+                await client.writer.drain()
+            except RequestRefused as refused:
+                refuse(client.writer, refused)
+                await within(LINGER_S, client.discard(refused.unread))
+            finally:
+                reading.cancel()
+                await asyncio.wait({reading})
 
     async def _serve_request(self, client: ClientConnection) -> bool:
         """Answer one request. Return whether the connection can be reused."""
@@ -393,8 +386,8 @@ async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
     """Connect to the target. Return the reader, the writer, the value of the host header, and the prefix for request paths."""
     try:
         if target.startswith("unix:"):
-            connecting = asyncio.open_unix_connection(target[5:], limit=HEAD_LIMIT)
-            reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
+            opening = asyncio.open_unix_connection(target[5:], limit=HEAD_LIMIT)
+            reader, writer = await within(CONNECT_S, opening)
             return reader, writer, "localhost", ""
         url = urlsplit(target)
         if url.scheme not in ("http", "https") or not url.hostname:
@@ -402,7 +395,7 @@ async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
         context = ssl.create_default_context() if url.scheme == "https" else None
         port = url.port or (443 if context else 80)
         opening = asyncio.open_connection(url.hostname, port, ssl=context, limit=HEAD_LIMIT)
-        reader, writer = await asyncio.wait_for(opening, CONNECT_S)
+        reader, writer = await within(CONNECT_S, opening)
     except (OSError, ValueError, asyncio.TimeoutError) as error:
         raise NoAnswer(f"cannot connect: {error or type(error).__name__}") from error
     enable_tcp_keepalive(writer.get_extra_info("socket"))
@@ -494,7 +487,6 @@ async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional
 
 async def pass_chunks(reader: StreamReader, writer: StreamWriter, framed: bool) -> None:
     """Forward a chunked body. If `framed` is false, leave out the chunk sizes."""
-
     write_frame = writer.write if framed else lambda data: None
     while True:
         line = await reader.readuntil(b"\r\n")
@@ -527,6 +519,14 @@ def reset(writer: StreamWriter) -> None:
     if connection is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
+
+
+async def within(seconds: Optional[float], work: Coroutine[Any, Any, Any]) -> Any:
+    """Await a coroutine with a time limit. Before Python 3.12, `asyncio.wait_for` can lose a cancellation."""
+    if sys.version_info < (3, 11):
+        return await asyncio.wait_for(work, seconds)
+    async with asyncio.timeout(seconds):
+        return await work
 
 
 async def run_until_first(*works: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
 from turngate.common.aio import keep_cancellation, run_to_completion
+from turngate.common.owner import Owner, current_owner
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.archive import pack, parse_tar_errors, unpack
 from turngate.sandboxes.base import ExecResult, SandboxSpec
-from turngate.sandboxes.owner import Owner, current_owner
 from turngate.sandboxes.posix import FOLDER_LIMIT, KILLED, OUTPUT_LIMIT, STDERR_LIMIT
 
 log = logging.getLogger(__name__)

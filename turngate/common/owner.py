@@ -1,8 +1,8 @@
-"""The process that owns a sandbox. Its state shows whether the sandbox is in use or was left behind.
+"""The process that owns a sandbox or runs a rollout. Its state shows whether the sandbox is in use or was left behind.
 
 A process is identified by its number, start time, kernel boot and process namespace. A machine is identified by its name and a digest of
 its machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or in labels
-(other sandboxes).
+(other sandboxes). A runner announces itself with the first stage of a rollout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Owner(msgspec.Struct, frozen=True):
             return False
         if self.boot != here.boot:
             return True
-        return self.namespace == here.namespace and _start_time(self.pid) != self.started
+        return self.namespace == here.namespace and _start_time(self.pid) != self.started and not _is_hidden(self.pid)
 
 
 def parse_owner(text: str) -> Owner | None:
@@ -66,6 +66,19 @@ def _machine() -> tuple[str, str, str]:
     except OSError:  # not Linux, so only docker works
         return host, "-", "-"
     return host, boot, namespace
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process exists, but /proc does not show it, because it belongs to another user (the mount option `hidepid`)."""
+    if Path(f"/proc/{pid}").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _start_time(pid: int) -> int | None:

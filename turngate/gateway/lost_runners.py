@@ -1,0 +1,58 @@
+"""Cancel sessions whose runner has ended without ending them, for example because it was killed.
+
+A runner announces the process in which it runs with the first stage of a rollout. Only processes of this machine can be checked. All other
+sessions stay open until they have been idle for too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from turngate.common.owner import Owner, parse_owner
+from turngate.errors import TurngateError
+from turngate.gateway.events import Events
+from turngate.gateway.sessions import Sessions
+from turngate.store.events import GatewayEvent
+from turngate.types import RUNNER_LOST
+
+log = logging.getLogger("turngate")
+
+
+class LostRunners:
+    """Cancels the open sessions of lost runners."""
+
+    def __init__(self, sessions: Sessions, events: Events) -> None:
+        self._sessions = sessions
+        self._events = events
+        self._runners: dict[bytes, Owner | None] = {}  # by the digest of the session's secret
+
+    async def cancel_sessions(self) -> None:
+        opened = self._sessions.open_digests()
+        self._runners = {digest: self._runners[digest] for digest in opened.values() if digest in self._runners}
+        gone: dict[Owner, bool] = {}
+        for session_id, digest in opened.items():
+            await asyncio.sleep(0)  # there may be thousands: let turns run in between
+            try:
+                if digest not in self._runners:
+                    self._runners[digest] = find_runner(self._events.page(session_id))
+                runner = self._runners[digest]
+                if runner is None:
+                    continue
+                if runner not in gone:
+                    gone[runner] = runner.gone
+                if gone[runner] and self._sessions.is_open(session_id, digest):  # the id may have been reused
+                    await self._sessions.end(session_id, "cancelled", RUNNER_LOST)
+            except TurngateError as error:
+                log.warning(
+                    "cannot check or cancel session %s, whose runner may be lost: %s", session_id, error.message
+                )
+
+
+def find_runner(events: Iterable[GatewayEvent]) -> Owner | None:
+    """Return the process of the runner that a session's first events announce, or None."""
+    for event in events:
+        if event.kind == "stage" and isinstance(runner := event.data.get("runner"), str):
+            return parse_owner(runner)
+    return None
