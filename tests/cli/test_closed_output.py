@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.kit import ROOT, SLEEP_S
-from tests.cli.test_run import CALL_ONCE, _own_temporary_folder, data, outcome_of, sessions, shell_run
+from tests.cli.kit import CALL_ONCE, ROOT, SLEEP_S, outcome_of, sessions, shell_run
 from tests.sandboxes import kit as sandboxes
 from tests.speed import scaled
 
-__all__ = ["_own_temporary_folder", "data"]  # fixtures
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("own_temporary_folder")]
 
 
 def run_until(line: str, *arguments: str | Path, merged: bool = False) -> tuple[int, str]:

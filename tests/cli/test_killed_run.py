@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.kit import SLEEP_S, run_cli, start_cli
-from tests.cli.test_run import CALL_ONCE, _own_temporary_folder, data, sessions, shell_run
+from tests.cli.kit import CALL_ONCE, SLEEP_S, run_cli, sessions, shell_run, start_cli
 from tests.sandboxes import kit as sandboxes
 from turngate.store.store import Store
 
-__all__ = ["_own_temporary_folder", "data"]  # fixtures
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("own_temporary_folder")]
 
 
 def oldest(data: Path) -> list[str]:
