@@ -157,7 +157,7 @@ def check_exports(folder: Path) -> None:
         ({"routed_experts": "0x8"}, "must be auto or LAYERSxEXPERTS"),
         ({"engine_api": "completions"}, "needs --engine-api generate"),
         ({"engine": "sglang"}, "must be LAYERSxEXPERTS, such as 48x8, with the engine 'sglang'"),
-        ({"engine": "scripted"}, "needs the engine 'vllm' or 'sglang', not 'scripted'"),
+        ({"engine": "scripted", "engine_url": []}, "needs the engine 'vllm' or 'sglang', not 'scripted'"),
     ],
 )
 def test_settings_that_cannot_work_are_rejected(given: dict[str, Any], problem: str, tmp_path: Path) -> None:
