@@ -1,4 +1,4 @@
-"""The code cache of Node agents, with shell scripts in place of Node. tests/agents_real has the real one."""
+"""The code cache of Node agents, with shell scripts in place of Node. tests/agents_real tests a real agent with Node."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ npm = "x"
 version = "1.0"
 program = "x.js"
 """
-# Stores one module, as Node does: readable only for the user, in a folder that is named for the user.
-STORES = """\
+# Stores one module, as Node does: only the user can read it, and the folder's name ends in the user's id.
+STORE_MODULE = """\
 if [ "$1" = --expose-internals ]; then
     cache="$(dirname "$3")/modules/v24-x64-abc-$(id -u)"
     echo "$cache" > "$0.cache"
@@ -78,7 +78,7 @@ def install_agent(spec: AgentSpec) -> tuple[Installation, list[str]]:
 def test_cache_is_built_once_and_readable_for_users_of_sandboxes(
     make_node: Callable[[str], Path], spec: AgentSpec
 ) -> None:
-    node = make_node(STORES)
+    node = make_node(STORE_MODULE)
     installed, lines = install_agent(spec)
     assert lines == ["compiling mine …"]
     folder = Path(installed.folder, code_cache.FOLDER)
@@ -95,14 +95,14 @@ def test_cache_is_built_once_and_readable_for_users_of_sandboxes(
 
 @pytest.mark.process
 def test_cache_is_built_again_for_another_node(make_node: Callable[[str], Path], spec: AgentSpec) -> None:
-    make_node(STORES)
+    make_node(STORE_MODULE)
     install_agent(spec)
-    make_node(STORES + "# a newer version\n")
+    make_node(STORE_MODULE + "# a newer version\n")
     assert install_agent(spec)[1] == ["compiling mine …"]
 
 
 @pytest.mark.process
-def test_agent_that_stores_no_code_starts_plainly(make_node: Callable[[str], Path], spec: AgentSpec) -> None:
+def test_agent_that_stores_no_code_starts_without_cache(make_node: Callable[[str], Path], spec: AgentSpec) -> None:
     make_node("echo 'SyntaxError: bad option'; exit 9\n")
     installed, lines = install_agent(spec)
     assert installed.code_cache == ""
@@ -131,10 +131,10 @@ def test_hanging_agent_is_stopped(
 
 
 @pytest.mark.process
-def test_read_only_installation_starts_plainly(
+def test_read_only_installation_starts_without_cache(
     make_node: Callable[[str], Path], spec: AgentSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make_node(STORES)
+    make_node(STORE_MODULE)
 
     def fail(*args: object) -> str:
         raise OSError(30, "Read-only file system", "/cache/x")
@@ -149,7 +149,7 @@ def test_read_only_installation_starts_plainly(
 def test_setting_turns_cache_off(
     make_node: Callable[[str], Path], spec: AgentSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_node(STORES)
+    make_node(STORE_MODULE)
     monkeypatch.setenv("TURNGATE_WARM_STARTS", "off")
     assert install_agent(spec)[0].code_cache == ""
     monkeypatch.setenv("TURNGATE_WARM_STARTS", "no")
@@ -170,7 +170,7 @@ def test_runs_of_agent_make_calls_that_are_rejected(
         "except urllib.error.HTTPError as error:\n    print(error.read().decode())\n"
     )
     make_node(
-        f"{STORES}\nexec >> {tmp_path}/log\n"
+        f"{STORE_MODULE}\nexec >> {tmp_path}/log\n"
         f'{sys.executable} {post}; cat; echo; echo "$KEY $TURNGATE_CACHE $PYTEST_CURRENT_TEST"; pwd\n'
     )
     install_agent(calls)

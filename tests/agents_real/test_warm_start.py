@@ -42,10 +42,10 @@ async def test_warm_agent_is_fully_captured(run: Check, sandbox: str, monkeypatc
     ],
 )
 async def test_node_agent_runs_cached_code(backend: Callable[[str], Backend], sandbox: str, tmp_path: Path) -> None:
-    """The cache that was built on this machine is used in each sandbox, although its paths, user and node differ."""
+    """Each sandbox uses the cache that was built on this machine, although paths, user and Node differ in some of them."""
     spec, installed = agent("continue")
     stored = [file.stat().st_size for file in Path(installed.code_cache).parent.glob("modules/*/*")]
-    assert max(stored) > 5_000_000  # with the executed functions; Node alone stores 1.4 MB
+    assert max(stored) > 5_000_000  # the executed functions are included; without them, it would be 1.4 MB
     loud = msgspec.structs.replace(spec, env={**spec.env, "NODE_DEBUG_NATIVE": "COMPILE_CACHE"})
     options = CheckOptions(timeout_s=scaled(CheckOptions().timeout_s))
     async with prepare_check(loud, installed, backend(sandbox), tmp_path, options) as ready:

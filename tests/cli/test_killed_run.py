@@ -1,4 +1,4 @@
-"""What a killed `turngate run` leaves behind, and how the next commands on its data folder show it."""
+"""The session of a killed `turngate run`, as the next commands on its data folder show it."""
 
 from __future__ import annotations
 

@@ -372,7 +372,7 @@ def test_broken_grading_script_is_explained(
 
 
 def test_reason_of_a_rubrics_part_is_printed_once(data: Path, tmp_path: Path) -> None:
-    """Without the agent's secret, which its work contains."""
+    """The reason does not contain the agent's secret, although the graded work does."""
     (tmp_path / "task" / "tests").mkdir(parents=True)
     (tmp_path / "task" / "instruction.md").write_text("Do it.")
     (tmp_path / "task" / "task.toml").write_text('[[turngate.rubric]]\nname = "style"\nscript = "style.sh"\n')

@@ -1,4 +1,4 @@
-"""Sessions of runners that were killed are cancelled, and no others."""
+"""The gateway cancels the sessions of killed runners, and no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRINT_OWNER = "from turngate.common.owner import current_owner as c; print(c());
 
 
 async def open_session(g: Running, runner: str) -> str:
-    """Open a session as a runner does: its first stage is announced before the session is open."""
+    """Open a session, and announce the first stage of its rollout as a runner does."""
     session = await g.open()
     g.app.events.announce(session.id, "stage", {"stage": "sandbox", **({"runner": runner} if runner else {})})
     return session.id

@@ -117,7 +117,7 @@ async def test_grade_log_is_truncated_and_redacted(isolated: GradingEnvironment,
 
 
 async def test_reason_has_last_lines_redacted(isolated: GradingEnvironment, tmp_path: Path) -> None:
-    """A script that gives no reward is explained by its last lines, which can be printed safely."""
+    """If a script gives no reward, the reason includes the last lines of its output, safe to print."""
     loud = 'seq 100; head -c 9000 /dev/zero | tr "\\0" x; printf "\\n\\n\\033[31mkey %s\\n" "$JUDGE_API_KEY"; exit 3'
     task = kit.script_task(tmp_path / "task", {"test.sh": loud}, env={"JUDGE_API_KEY": "hunter22"})
     work = kit.make_work(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)

@@ -253,10 +253,10 @@ async def test_close_ends_connections_and_logs_nothing(sent: bytes) -> None:
     assert not errors
 
 
-# asyncio itself drops a socket that it accepts while its server is closed.
+# If asyncio accepts a connection while its server closes, it drops the socket without closing it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_door_closes_at_any_moment_of_a_call() -> None:
-    """No call delays the door or is served after it has closed, even if its connection is accepted during `close`."""
+    """No call delays closing the door, and none is served afterwards, even if its connection is accepted during `close`."""
     errors = record_errors()
     for steps in range(30):
         async with upstream(wait_for_hang_up) as gateway:

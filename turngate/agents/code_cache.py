@@ -1,11 +1,11 @@
-"""The code cache of a Node agent, which saves a third of its start-up time: the code that V8 compiled in a run of the agent.
+"""Cache the code that Node compiles for an agent, so that its runs start with a third to half less CPU time.
 
 The cache is built when the agent is installed. The agent runs twice against an endpoint that rejects every request, so it ends after
-its first model call. The first run stores the ES modules, with all functions that were executed. Node's own compile cache would store a
+its first model call. The first run stores the ES modules with all functions that were executed. Node's own compile cache would store each
 module before it runs, without its functions. The second run adds the CommonJS modules, for which Node's cache is enough.
 
-Runs read the cache from the installation, which is mounted read-only. V8 rejects code that was compiled by a different version, with
-different flags or for a different CPU, and compiles the module as usual.
+Runs read the cache from the installation, which isolating sandboxes mount read-only. V8 rejects code that was compiled by a different
+version, with different flags or for a different CPU, and compiles the module as usual.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from turngate.agents.spec import AgentSpec
 
 FOLDER = "code-cache"  # the cache's folder in the installation
 ENABLE = "enable.cjs"
-RUN_S = 120.0  # how long a run of the agent may take
-# Node's caches are per user: the last part of a folder's name is the user's id. Other users get links: the users of containers are
-# usually 0 or 1000, and 1000 is the user in bubblewrap.
+RUN_S = 120.0  # time limit of a run that builds the cache
+# The user ids in sandboxes: usually 0 or 1000 in containers, and 1000 in bubblewrap. Node's caches are per user, because the name of a
+# cache's folder ends in the user's id. Other users get links.
 USERS = (0, 1000)
 
-# Run before the program: enables the cache. A Node that has no portable caches starts without one.
+# Runs before the program, and enables the cache. Versions of Node without portable caches start without one.
 ENABLE_SCRIPT = """\
 'use strict';
 try {
   require('node:module').enableCompileCache({ directory: require('node:path').join(__dirname, 'modules'), portable: true });
 } catch {}
 """
-# Run before the program, with Node's option --expose-internals: when the program exits, store the ES modules that it has loaded.
-# Programs may enable a cache of their own, which would replace this one, so they cannot.
+# Runs before the program, with Node's option --expose-internals. When the program exits, it stores the ES modules that were loaded.
+# It stops programs from enabling a cache of their own, which would replace this one.
 _STORE_SCRIPT = """\
 'use strict';
 const fs = require('node:fs'), mod = require('node:module'), url = require('node:url'), v8 = require('node:v8');
@@ -86,7 +86,7 @@ class RejectRequest(http.server.BaseHTTPRequestHandler):
 
 
 def fingerprint(spec: AgentSpec, installed: Installation) -> str:
-    """Return the fingerprint of the cache that belongs to this Node, description and recipe."""
+    """Return the cache's fingerprint, which changes with Node, the scripts above and the agent's command, input, variables and files."""
     node = Path(installed.node).stat()
     parts = [
         installed.node,
@@ -99,24 +99,24 @@ def fingerprint(spec: AgentSpec, installed: Installation) -> str:
 
 
 def build(folder: Path, spec: AgentSpec, installed: Installation) -> str:
-    """Fill the cache's folder. Return why there is no cache, or an empty string. Without a cache, there is no script in the folder.
+    """Build the cache in `folder`. If this fails, leave the folder empty and return the reason. Otherwise, return an empty string.
 
     The keys of the cache contain the modules' paths relative to it. `folder` is one level deeper than the finished cache, so the cache is
-    built beside it.
+    built in the parent of `folder` and then moved.
     """
-    workshop = folder.parent
-    (workshop / "store.cjs").write_text(_STORE_SCRIPT)
-    (workshop / ENABLE).write_text(ENABLE_SCRIPT)
+    staging = folder.parent
+    (staging / "store.cjs").write_text(_STORE_SCRIPT)
+    (staging / ENABLE).write_text(ENABLE_SCRIPT)
     with _endpoint() as url:
-        output = _run(spec, installed, url, ["--expose-internals", "--require", str(workshop / "store.cjs")])
-        _run(spec, installed, url, ["--require", str(workshop / ENABLE)])
-    caches = [place for place in workshop.glob("modules/*") if any(place.iterdir())]
+        output = _run(spec, installed, url, ["--expose-internals", "--require", str(staging / "store.cjs")])
+        _run(spec, installed, url, ["--require", str(staging / ENABLE)])
+    caches = [place for place in staging.glob("modules/*") if any(place.iterdir())]
     if not caches:
         return f"a run of {spec.name} stored no code; the last line of its output: {output or '(none)'}"
     for cache in caches:
         _share(cache)
     for name in (ENABLE, "modules"):
-        (workshop / name).rename(folder / name)
+        (staging / name).rename(folder / name)
     return ""
 
 

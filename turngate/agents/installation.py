@@ -8,9 +8,8 @@ import msgspec
 
 from turngate.agents.interpreters import Interpreter
 
-PYTHON_VARIABLE = (
-    "TURNGATE_PYTHON"  # environment variable: the Python that the programs in an installation's `bin` run on
-)
+# The environment variable that sets the Python for the programs in an installation's `bin`.
+PYTHON_VARIABLE = "TURNGATE_PYTHON"
 
 
 class Installation(msgspec.Struct, frozen=True):
@@ -21,7 +20,7 @@ class Installation(msgspec.Struct, frozen=True):
     node: str = ""  # path of the Node binary, if the agent uses one
     python: str = ""  # the Python that it was built for: a name such as python3.11, or a path
     host_python: Interpreter | None = None  # the Python of this version on this machine, if there is one
-    code_cache: str = ""  # path of the script that makes Node use the prepared code cache, if there is one
+    code_cache: str = ""  # path of the script that enables the code cache, if there is one
 
     @property
     def mounts(self) -> tuple[str, ...]:

@@ -57,9 +57,7 @@ class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deps: bool = True  # pip: install the package's dependencies; false if `also` lists all of them
     python: str = ""  # pip: the Python version that the agent runs on, such as 3.11
     program: str = ""  # the program's path inside the installation
-    prepare: tuple[
-        str, ...
-    ] = ()  # a command that completes the installation. It may contain {install}, {program} and {node}
+    prepare: tuple[str, ...] = ()  # a command that completes the installation, such as one that unpacks files
     check: tuple[str, ...] = ()  # a command that succeeds if the sandbox has the agent
 
 
@@ -143,7 +141,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stdin: str = ""  # the command's standard input, usually {prompt}
     install: Install = Install()
     preload: tuple[str, ...] = ()  # pip: modules that a fork server imports once for many runs
-    code_cache: bool = False  # npm: whether to keep the code that V8 compiles in a run at installation
+    code_cache: bool = False  # npm: compile the agent's code at installation
     files: tuple[AgentFile, ...] = ()
     env: dict[str, str] = {}
     options: dict[str, Option] = {}

@@ -145,7 +145,7 @@ async def _require_engine(client: GatewayClient, *, own: bool) -> EnginesView:
 
 
 async def _require_endpoint(config: ServeConfig) -> None:
-    """Raise an error if the connection to an observed endpoint fails. Any HTTP response will do, and a slow endpoint is not an error."""
+    """Raise an error if the connection to an observed endpoint fails. Any HTTP status is accepted, and so is a slow endpoint."""
     if config.engine not in OBSERVED_ENGINES:
         return
     [url] = config.engine_url

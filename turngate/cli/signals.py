@@ -52,7 +52,7 @@ async def cancel_on_signal(work: Coroutine[Any, Any, T], console: CommandConsole
     try:
         return await task
     finally:
-        console.on_closed_output = lambda: None  # the work has ended, so its exit code stays
+        console.on_closed_output = lambda: None  # the work has ended: closed output no longer changes the exit code
         for number in numbers:
             loop.remove_signal_handler(number)
 

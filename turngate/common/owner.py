@@ -1,8 +1,8 @@
-"""The process that owns a sandbox or runs a rollout. Its state shows whether the sandbox is in use or was left behind.
+"""The process that owns a sandbox or runs a rollout. If it has ended, its sandbox and its session can be cleaned up.
 
 A process is identified by its number, start time, kernel boot and process namespace. A machine is identified by its name and a digest of
 its machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or in labels
-(other sandboxes). A runner announces itself with the first stage of a rollout.
+(other sandboxes). A runner announces its process with the first stage of a rollout.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _machine() -> tuple[str, str, str]:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether a process exists, but /proc does not show it, because it belongs to another user (the mount option `hidepid`)."""
+    """Return whether a process exists that /proc does not show, because it belongs to another user (the mount option `hidepid`)."""
     if Path(f"/proc/{pid}").exists():
         return False
     try:

@@ -19,7 +19,7 @@ __all__ = ["CommandConsole", "LiveDisplay", "console", "sanitize", "sanitize_lin
 class CommandConsole(Console):
     """A console that stops its command when the reader of its output exits, as in `turngate run | head -1`.
 
-    `on_closed_output` stops the command in an orderly way. If it is None, the process exits.
+    `on_closed_output` stops the command and lets it clean up. If it is None, the process exits.
     """
 
     on_closed_output: Callable[[], object] | None = None

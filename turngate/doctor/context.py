@@ -16,7 +16,7 @@ TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engi
 
 
 class NotChecked(Exception):
-    """Raised if a check cannot run because of a problem that another check reports."""
+    """A check cannot run because of a problem that another check reports."""
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(message)

@@ -47,9 +47,8 @@ class Housekeeper:
         self._pruned = 0.0
 
     async def run(self) -> None:
-        await (
-            self._lost_runners.cancel_sessions()
-        )  # at once, because `turngate run` may keep its gateway for only a few seconds
+        # Check for lost runners at once, because the gateway of `turngate run` may run for only a few seconds.
+        await self._lost_runners.cancel_sessions()
         while True:
             await asyncio.sleep(min(self._evictor.interval_s, self._idle_s / 4))
             if self._event_s and time.time() - self._pruned > _PRUNE_S:

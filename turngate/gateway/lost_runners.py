@@ -1,7 +1,7 @@
-"""Cancel sessions whose runner has ended without ending them, for example because it was killed.
+"""Cancel sessions whose runner was killed or crashed before it ended them.
 
-A runner announces the process in which it runs with the first stage of a rollout. Only processes of this machine can be checked. All other
-sessions stay open until they have been idle for too long.
+A runner announces its process with the first stage of a rollout. Only processes on this machine can be checked. The sessions of other
+runners stay open until they have been idle for too long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LostRunners:
         self._runners = {digest: self._runners[digest] for digest in opened.values() if digest in self._runners}
         gone: dict[Owner, bool] = {}
         for session_id, digest in opened.items():
-            await asyncio.sleep(0)  # there may be thousands: let turns run in between
+            await asyncio.sleep(0)  # let model calls run in between, because there may be thousands of sessions
             try:
                 if digest not in self._runners:
                     self._runners[digest] = find_runner(self._events.page(session_id))
@@ -51,7 +51,7 @@ class LostRunners:
 
 
 def find_runner(events: Iterable[GatewayEvent]) -> Owner | None:
-    """Return the process of the runner that a session's first events announce, or None."""
+    """Return the process of the runner, which the first events of a session announce, or None."""
     for event in events:
         if event.kind == "stage" and isinstance(runner := event.data.get("runner"), str):
             return parse_owner(runner)

@@ -70,7 +70,7 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
 
 
 def explain_unstarted(report: TrainingReport | None, exit_code: int | None, backend: Backend) -> TrainingReport | None:
-    """If no tokens are trained because a program could not be started, return the report with that reason and its fix."""
+    """If nothing can be trained, probably because a program could not be started, return the report with this reason and a fix."""
     if report is None or report.amount != "none" or exit_code not in (_NOT_EXECUTABLE, _NOT_FOUND):
         return report
     problem, fix = _explain_missing(exit_code, backend)
@@ -79,7 +79,7 @@ def explain_unstarted(report: TrainingReport | None, exit_code: int | None, back
 
 
 def _explain_missing(exit_code: int, backend: Backend) -> tuple[str, str]:
-    """Return why a program could not be started in a sandbox, and how to fix that."""
+    """Return why a program could not be started in a sandbox, and how to fix it."""
     if exit_code == _NOT_EXECUTABLE:
         return "is not executable", "run chmod +x on it"
     problem = f"was not found in the {backend.name} sandbox"

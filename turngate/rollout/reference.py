@@ -124,7 +124,7 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
 
 
 class _Obstacle(msgspec.Struct, frozen=True):
-    """Why a solution cannot be replayed, and how to change that."""
+    """Why a solution cannot be replayed, and how to fix it."""
 
     reason: str
     fix: str

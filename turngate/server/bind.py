@@ -63,7 +63,7 @@ def local_url(listener: socket.socket) -> str:
 
 
 def check_port(config: ServeConfig) -> None:
-    """Raise `ConfigError` if the gateway cannot listen on its port. Call this before anything is created in the data folder.
+    """Raise `ConfigError` if the gateway cannot listen on its port. Call this before creating anything in the data folder.
 
     If a gateway serves the data folder, return without an error: opening the store then reports that the folder is in use.
     """

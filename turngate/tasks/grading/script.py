@@ -134,14 +134,14 @@ async def _run_script(
     try:
         return await _decide(sandbox, grader, done, logs)
     except Undecided as reason:
-        # The folders of a sandbox on the host have random names. Without them, equal failures have equal messages.
+        # Sandbox folders on the host have random names. Replace them, so that the same failure always has the same message.
         names = {tests: "$TURNGATE_TESTS", logs: "$TURNGATE_LOGS", sandbox.home: "$HOME", sandbox.workdir: "."}
         output = log.last_lines({} if logs == grading_sandbox.LOGS else names)
         raise Undecided(f"{reason}{'' if output else '; it printed nothing'}", output) from None
 
 
 async def _decide(sandbox: Sandbox, grader: Script, done: ExecResult, logs: str) -> float:
-    """Return the reward of a script that has ended."""
+    """Return the reward of a script that has ended. Raise `Undecided` if it gave none."""
     if done.timed_out:
         raise Undecided(f"the grader's script took longer than its limit of {grader.timeout_s:g} s")
     code = done.exit_code
