@@ -36,6 +36,7 @@ class Parts(msgspec.Struct):
 
     agent: str
     sandbox: str
+    starts: str  # "plain", "code cache", or how many rollouts were forked from a fork server
     startup_ms: float
     agent_ms: float  # after its first call
     sandbox_ms: float
@@ -43,8 +44,6 @@ class Parts(msgspec.Struct):
     grading_ms: float
     runner_ms: float
     gateway_ms: float
-    warm: int  # rollouts that were forked from a fork server
-    rollouts: int
     alone_ms: float  # the agent without Turngate
 
     @property
@@ -127,7 +126,6 @@ async def measure_parts(
     sessions = await run("plain", False)
     own_s, serving_s = time.process_time() - own - watch.own_s, gateway() - serving
     watch.stop()
-    warm = warm_start.counts["warm"]
     startup = 0.0
     for session in sessions:
         calls = [turn.started for turn in parse_trace(await client.trace(session)).turns]
@@ -145,7 +143,6 @@ async def measure_parts(
         "grading_ms": (graded - total) * per,
         "runner_ms": own_s * per,
         "gateway_ms": serving_s * per,
-        "warm": warm,
     }
 
 
@@ -201,8 +198,20 @@ async def measure_alone(
 
 
 def show_parts(results: Sequence[Parts]) -> None:
-    names = ("agent", "sandbox", "start-up", "agent", "sandbox", "relay", "grading", "runner", "gateway", "all")
-    names += ("rollouts per core-hour", "agent alone", "at most", "warm starts")
+    names = (
+        "agent",
+        "sandbox",
+        "starts",
+        "start-up",
+        "agent",
+        "sandbox",
+        "relay",
+        "grading",
+        "runner",
+        "gateway",
+        "all",
+    )
+    names += ("rollouts per core-hour", "agent alone", "at most")
     print("CPU ms per rollout, one at a time\n\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     for r in results:
         numbers = (
@@ -215,6 +224,6 @@ def show_parts(results: Sequence[Parts]) -> None:
             r.gateway_ms,
             r.total_ms,
         )
-        cells = [r.agent, r.sandbox, *(f"{number:.0f}" for number in numbers), f"{r.per_core_hour:.0f}"]
-        cells += [f"{r.alone_ms:.0f}", f"{CORE_HOUR_MS / r.alone_ms:.0f}", f"{r.warm}/{r.rollouts}"]
+        cells = [r.agent, r.sandbox, r.starts, *(f"{number:.0f}" for number in numbers), f"{r.per_core_hour:.0f}"]
+        cells += [f"{r.alone_ms:.0f}", f"{CORE_HOUR_MS / r.alone_ms:.0f}"]
         print("| " + " | ".join(cells) + " |")

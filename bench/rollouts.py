@@ -9,7 +9,7 @@ makes one call. Compare the result with a run without `--agent` to see the cost 
     python bench/rollouts.py --parts mini-swe-agent pi … [--alone 5] [--only local …]
 
 Runs real agents one at a time, and splits their CPU time into the agent's start-up, the agent, sandbox, relay and grading. Also measures
-the agent's own command without Turngate, for comparison. TURNGATE_WARM_STARTS=off shows the same with plain starts.
+the agent's own command without Turngate, for comparison. An agent with warm starts or a code cache is measured without them, too.
 
     rollouts/min     of the whole machine, with --concurrency agents
     runner           CPU ms per rollout of the process that runs the batch, all threads
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import resource
 import secrets
 import statistics
@@ -50,7 +51,7 @@ from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.plan import BatchPlan
-from turngate.sandboxes import get_backend
+from turngate.sandboxes import get_backend, warm_start
 from turngate.tasks.task import Script, Task
 
 NOTHING = "shell"  # runs the command `true`
@@ -139,8 +140,11 @@ def _read_cpu(gateway: Process) -> tuple[float, float, float]:
     return time.process_time(), children.ru_utime + children.ru_stime, gateway.cpu_s()
 
 
-async def measure_agent(gateway: Process, key: str, folder: Path, sandbox: str, name: str, alone: int) -> Parts:
-    """Measure the cost of a real agent's rollouts, by part."""
+async def measure_agent(
+    gateway: Process, key: str, folder: Path, sandbox: str, name: str, alone: int, *, plain: bool
+) -> Parts:
+    """Measure the cost of a real agent's rollouts, by part. `plain` means without warm starts and code caches."""
+    os.environ[warm_start.SETTING] = "off" if plain else "on"
     root, spec = f"http://127.0.0.1:{gateway.port}", find_agent(name).spec
     installed = ensure_installed(spec)
     async with GatewayClient(root, key) as client, GatewayConnector(root) as connector:
@@ -153,9 +157,11 @@ async def measure_agent(gateway: Process, key: str, folder: Path, sandbox: str, 
             return [rollout.session for rollout in result.finished]
 
         costs = await measure_parts(client, installed, batch, gateway.cpu_s, gateway.pid)
+        counts = warm_start.counts
+        starts = "code cache" if installed.code_cache else f"warm {counts['warm']}/{counts.total()}"
         host = installed.use_host_python()
         alone_ms = await measure_alone(client, root, spec, host, alone)
-    return Parts(agent=name, sandbox=sandbox, alone_ms=alone_ms, rollouts=alone, **costs)
+    return Parts(agent=name, sandbox=sandbox, starts="plain" if plain else starts, alone_ms=alone_ms, **costs)
 
 
 def show(results: list[Result]) -> None:
@@ -218,8 +224,11 @@ def main() -> None:
                     print(f"bench: skipping {sandbox}: {reason}", file=sys.stderr)
                     continue
                 for agent in args.parts or ():
-                    folder = Path(name) / f"{sandbox}-{agent}"
-                    parts.append(asyncio.run(measure_agent(gateway, key, folder, sandbox, agent, args.alone)))
+                    spec = find_agent(agent).spec
+                    for plain in (True, False) if spec.preload or spec.code_cache else (True,):
+                        folder = Path(name) / f"{sandbox}-{agent}-{plain}"
+                        measured = measure_agent(gateway, key, folder, sandbox, agent, args.alone, plain=plain)
+                        parts.append(asyncio.run(measured))
                 if args.parts:
                     continue
                 for graded in (False,) if args.no_grader else (False, True):
