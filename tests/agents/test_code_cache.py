@@ -52,7 +52,7 @@ def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     monkeypatch.setattr(install, "ensure_node", lambda report: node)
 
     def build(folder: Path, fingerprint: str, build: object, report: object, **options: str) -> None:
-        if folder.name == code_cache.FOLDER:
+        if folder.parent.name == code_cache.FOLDER:
             build_once(folder, fingerprint, build, report, **options)  # type: ignore[arg-type]
         else:
             folder.mkdir(parents=True, exist_ok=True)  # npm is not needed here
@@ -81,7 +81,7 @@ def test_cache_is_built_once_and_readable_for_users_of_sandboxes(
     node = make_node(STORE_MODULE)
     installed, lines = install_agent(spec)
     assert lines == ["compiling mine …"]
-    folder = Path(installed.folder, code_cache.FOLDER)
+    folder = code_cache.cache_folder(installed)
     built = Path(node.with_name("node.cache").read_text().strip())
     assert len(built.parts) == len((folder / "modules" / built.name).parts)  # keys contain relative paths
     assert installed.code_cache == str(folder / "enable.cjs")
@@ -94,11 +94,17 @@ def test_cache_is_built_once_and_readable_for_users_of_sandboxes(
 
 
 @pytest.mark.process
-def test_cache_is_built_again_for_another_node(make_node: Callable[[str], Path], spec: AgentSpec) -> None:
+def test_each_node_has_its_own_cache(make_node: Callable[[str], Path], spec: AgentSpec) -> None:
+    """Runs that use the cache of one Node are not disturbed by a run with a different one, even if it cannot build a cache."""
     make_node(STORE_MODULE)
-    install_agent(spec)
+    first = install_agent(spec)[0]
     make_node(STORE_MODULE + "# a newer version\n")
-    assert install_agent(spec)[1] == ["compiling mine …"]
+    second, lines = install_agent(spec)
+    assert lines == ["compiling mine …"]
+    make_node("exit 1\n")
+    assert install_agent(spec)[0].code_cache == ""
+    assert first.code_cache != second.code_cache
+    assert Path(first.code_cache).exists() and Path(second.code_cache).exists()
 
 
 @pytest.mark.process
@@ -111,6 +117,8 @@ def test_agent_that_stores_no_code_starts_without_cache(make_node: Callable[[str
         "mine will start without a code cache: a run of mine stored no code; the last line of its output: SyntaxError: bad option",
     ]
     assert install_agent(spec) == (installed, [])  # it is not tried again
+    corrected = msgspec.structs.replace(spec, env={"A": "1"})
+    assert install_agent(corrected)[1] == lines  # until its file changes
 
 
 @pytest.mark.process

@@ -54,6 +54,13 @@ def test_only_known_rewards_count() -> None:
     assert summary.messages == {"infrastructure fault": [("boom", 1)]}
 
 
+def test_equal_failures_are_counted_together_whatever_the_grader_printed() -> None:
+    output = "the grader's script gave no reward (exit code 1); the output ended with:\n3 failed in 0.{}2s"
+    found = [rollout("a", n, kind="invalid task", message=output.format(n)) for n in range(3)]
+    summary = summarize("b", ["a"], 3, found)
+    assert summary.messages == {"invalid task": [("the grader's script gave no reward (exit code 1)", 3)]}
+
+
 def test_resolved_takes_precedence_over_reward() -> None:
     found = [
         rollout("a", 0, 0.9, resolved=True),

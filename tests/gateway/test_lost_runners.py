@@ -11,7 +11,10 @@ import msgspec
 import pytest
 
 from tests.kit import Running, gateway, say, until
+from turngate.client.gateway import GatewayClient
 from turngate.common.owner import Owner, current_owner
+from turngate.rollout.outcome import Outcome
+from turngate.rollout.stage_events import StageEvents
 
 pytestmark = pytest.mark.process
 PRINT_OWNER = "from turngate.common.owner import current_owner as c; print(c()); import sys; sys.stdin.read()"
@@ -58,6 +61,46 @@ async def test_running_gateway_cancels_sessions_of_killed_runner() -> None:
         session = await open_session(g, done.stdout.strip())
         await until(lambda: not g.app.sessions.open_count, seconds=10)
         assert await show(g, session) == ("cancelled", "runner lost")
+
+
+async def test_malformed_runner_is_ignored() -> None:
+    """An event can come from any client with a key. It must not stop the maintenance of other sessions."""
+    here = current_owner()
+    texts = [f"{here.host} {here.boot} {here.namespace} {number} 1" for number in ("²", "9" * 5000, str(2**31), "-1")]
+    async with gateway([say("Hi.")]) as g:
+        sessions = [await open_session(g, text[:4000]) for text in texts]
+        await g.app._housekeeper._lost_runners.cancel_sessions()
+        assert {await show(g, session) for session in sessions} == {("open", "")}
+
+
+def test_process_in_unknown_place_is_not_gone() -> None:
+    other = msgspec.structs.replace(current_owner(), pid=2**22 + 1)
+    assert other.gone
+    assert not msgspec.structs.replace(other, boot="-", namespace="-").gone
+    assert not msgspec.structs.replace(other, namespace="pid:[1]").gone
+
+
+def test_process_whose_state_is_denied_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hidepid=1, /proc shows only that the processes of other users exist."""
+    other = msgspec.structs.replace(current_owner(), started=1)
+    assert other.gone
+
+    def deny(path: Path) -> bytes:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    assert not other.gone
+
+
+@pytest.mark.parametrize(("url", "announced"), [("http://127.0.0.1:1", True), ("http://gateway.example:1", False)])
+async def test_runner_is_announced_only_to_gateway_on_its_machine(url: str, announced: bool) -> None:
+    """Another machine may have the same name and boot id, if both were restored from one image."""
+    async with GatewayClient(url, "key") as client:
+        events = StageEvents(client, "s")
+        events.send("sandbox", Outcome(task="t", agent="a", version="1", sandbox="local", model="m"))
+        first = events._queue.get_nowait()
+    assert first is not None
+    assert (first.get("runner") == str(current_owner())) is announced
 
 
 def test_process_that_proc_hides_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Cache the code that Node compiles for an agent, so that its runs start with a third to half less CPU time.
+"""Cache the code that Node compiles for an agent, so that its runs start with a fifth to half less CPU time.
 
 The cache is built when the agent is installed. The agent runs twice against an endpoint that rejects every request, so it ends after
 its first model call. The first run stores the ES modules with all functions that were executed. Node's own compile cache would store each
@@ -27,7 +27,7 @@ from turngate.agents.installation import Installation
 from turngate.agents.launch import plan_launch
 from turngate.agents.spec import AgentSpec
 
-FOLDER = "code-cache"  # the cache's folder in the installation
+FOLDER = "code-cache"  # the folder of the caches in the installation
 ENABLE = "enable.cjs"
 RUN_S = 120.0  # time limit of a run that builds the cache
 # The user ids in sandboxes: usually 0 or 1000 in containers, and 1000 in bubblewrap. Node's caches are per user, because the name of a
@@ -85,16 +85,16 @@ class RejectRequest(http.server.BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def fingerprint(spec: AgentSpec, installed: Installation) -> str:
-    """Return the cache's fingerprint, which changes with Node, the scripts above and the agent's command, input, variables and files."""
+def cache_folder(installed: Installation) -> Path:
+    """Return the folder of the cache for this Node. Each Node has its own, because runs with another one may be using theirs."""
     node = Path(installed.node).stat()
-    parts = [
-        installed.node,
-        node.st_size,
-        node.st_mtime_ns,
-        *(ENABLE_SCRIPT, _STORE_SCRIPT),
-        msgspec.to_builtins((spec.command, spec.stdin, spec.env, spec.files)),
-    ]
+    parts = [installed.node, node.st_size, node.st_mtime_ns, ENABLE_SCRIPT, _STORE_SCRIPT]
+    return Path(installed.folder, FOLDER, hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16])
+
+
+def fingerprint(spec: AgentSpec) -> str:
+    """Return the fingerprint of what the agent runs. If a cache could not be built, it is tried again when this changes."""
+    parts = msgspec.to_builtins((spec.command, spec.stdin, spec.env, spec.files))
     return f"{spec.name} {hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]}\n"
 
 

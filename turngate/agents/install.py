@@ -123,7 +123,9 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
             report(f"preparing {spec.name} …")
             values = {"install": str(new), "program": str(new / recipe.program), "node": str(node or "")}
             words = [placeholders.fill(word, values) for word in recipe.prepare]
-            _run_command(f"prepare {spec.name} {recipe.version}", words, scratch=new.parent, cwd=new)
+            home = new.parent / "home"
+            home.mkdir()
+            _run_command(f"prepare {spec.name} {recipe.version}", words, scratch=new.parent, cwd=new, home=home)
 
     build_once(folder, _fingerprint(spec), build, report)
     installed = Installation(
@@ -140,7 +142,10 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
 
 def _ensure_code_cache(spec: AgentSpec, installed: Installation, report: Report) -> str:
     """Build the agent's code cache if necessary. Return the path of the script that enables it, or "" if there is no cache."""
-    folder = Path(installed.folder, code_cache.FOLDER)
+    folder = code_cache.cache_folder(installed)
+    script = folder / code_cache.ENABLE
+    if script.exists():
+        return str(script)
 
     def build(new: Path) -> None:
         report(f"compiling {spec.name} …")
@@ -148,11 +153,9 @@ def _ensure_code_cache(spec: AgentSpec, installed: Installation, report: Report)
             report(f"{spec.name} will start without a code cache: {reason}")
 
     try:
-        build_once(folder, code_cache.fingerprint(spec, installed), build, report)
+        build_once(folder, code_cache.fingerprint(spec), build, report)
     except OSError as error:  # for example, the installation is read-only
         report(f"{spec.name} will start without a code cache: {error.filename or folder}: {error.strerror}")
-        return ""
-    script = folder / code_cache.ENABLE
     return str(script) if script.exists() else ""
 
 
@@ -435,7 +438,13 @@ def _node_major_version(node: Path) -> int:
 
 
 def _run_command(
-    action: str, argv: Sequence[str | Path], *, scratch: Path, cwd: Path | None = None, path: str = ""
+    action: str,
+    argv: Sequence[str | Path],
+    *,
+    scratch: Path,
+    cwd: Path | None = None,
+    path: str = "",
+    home: Path | None = None,
 ) -> None:
     """Run a command. If it fails, raise `AgentError` with the last lines of its output. `action` describes the command in the error.
 
@@ -449,7 +458,10 @@ def _run_command(
         result = subprocess.run(  # noqa: S603  the arguments are our own
             command,
             cwd=cwd,
-            env=environment | {"TMPDIR": temporary} | ({"PATH": path} if path else {}),
+            env=environment
+            | {"TMPDIR": temporary}
+            | ({"PATH": path} if path else {})
+            | ({"HOME": str(home)} if home is not None else {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import msgspec
+
+_UNKNOWN = "-"  # boot and namespace of a process that cannot read its own
+_MAX_PID = 2**31
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -34,24 +38,28 @@ class Owner(msgspec.Struct, frozen=True):
         False if it belongs to another machine or container, because its state there is unknown.
         """
         here = current_owner()
-        if self.host != here.host:
+        if self.host != here.host or (self.boot == _UNKNOWN) != (here.boot == _UNKNOWN):
             return False
         if self.boot != here.boot:
             return True
-        return self.namespace == here.namespace and _start_time(self.pid) != self.started and not _is_hidden(self.pid)
+        return self.namespace == here.namespace and _has_ended(self.pid, self.started)
 
 
 def parse_owner(text: str) -> Owner | None:
     """Parse the string form of an owner. Return None if the text is malformed."""
     words = text.split()
-    if len(words) != 5 or not (words[3].isdigit() and words[4].isdigit()):
+    if len(words) != 5 or not all(re.fullmatch(r"[0-9]{1,18}", word) for word in words[3:]):
         return None
-    return Owner(words[0], words[1], words[2], int(words[3]), int(words[4]))
+    pid = int(words[3])
+    return Owner(words[0], words[1], words[2], pid, int(words[4])) if pid < _MAX_PID else None
 
 
 def current_owner() -> Owner:
     host, boot, namespace = _machine()
-    return Owner(host, boot, namespace, os.getpid(), _start_time(os.getpid()) or 0)
+    started = None
+    with suppress(OSError):
+        started = _start_time(os.getpid())
+    return Owner(host, boot, namespace, os.getpid(), started or 0)
 
 
 @cache
@@ -64,27 +72,28 @@ def _machine() -> tuple[str, str, str]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # not Linux, so only docker works
-        return host, "-", "-"
+        return host, _UNKNOWN, _UNKNOWN
     return host, boot, namespace
 
 
-def _is_hidden(pid: int) -> bool:
-    """Return whether a process exists that /proc does not show, because it belongs to another user (the mount option `hidepid`)."""
-    if Path(f"/proc/{pid}").exists():
+def _has_ended(pid: int, started: int) -> bool:
+    """Return whether a process has certainly ended. With the mount option `hidepid`, /proc hides the processes of other users."""
+    try:
+        return _start_time(pid) != started
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    except OSError:  # /proc shows only that the process exists
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return False
-    except OSError:
+        return True
+    except OSError:  # it belongs to another user
         pass
-    return True
+    return False
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, or None if it does not exist or is a zombie."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-    except (OSError, ValueError):
-        return None
+    """Return when a process started, in clock ticks since boot, or None if it is a zombie. Raise `OSError` if /proc does not show it."""
+    state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     return None if state in (b"Z", b"X") else int(rest[18])

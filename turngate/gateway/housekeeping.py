@@ -19,6 +19,7 @@ from turngate.gateway.sessions import Sessions
 
 log = logging.getLogger("turngate")
 _PRUNE_S = 3600.0  # interval between removals of old events
+_LOST_S = 30.0  # least interval between checks for lost runners
 
 
 class Housekeeper:
@@ -44,19 +45,24 @@ class Housekeeper:
         self._lost_runners = LostRunners(sessions, events)
         self._idle_s = idle_s
         self._event_s = event_s
-        self._pruned = 0.0
+        self._pruned = self._checked = 0.0
 
     async def run(self) -> None:
         # Check for lost runners at once, because the gateway of `turngate run` may run for only a few seconds.
-        await self._lost_runners.cancel_sessions()
+        await self._cancel_lost()
         while True:
             await asyncio.sleep(min(self._evictor.interval_s, self._idle_s / 4))
             if self._event_s and time.time() - self._pruned > _PRUNE_S:
                 self._pruned = time.time()
                 await self._prune_events(self._pruned - self._event_s)
-            await self._lost_runners.cancel_sessions()
+            if time.monotonic() - self._checked > min(_LOST_S, self._idle_s / 4):
+                await self._cancel_lost()
             await self._seal_idle()
             await self._cancel_superseded()
+
+    async def _cancel_lost(self) -> None:
+        self._checked = time.monotonic()
+        await self._lost_runners.cancel_sessions()
 
     async def _prune_events(self, before: float) -> None:
         try:

@@ -12,12 +12,12 @@ import hashlib
 import logging
 import socket
 from collections.abc import Iterable, Sequence
-from ipaddress import ip_address
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
 
+from turngate.common.addresses import is_loopback
 from turngate.engines.pool import Pool
 from turngate.gateway.cell_parts import OtherCells, ProjectCalls
 from turngate.gateway.fair_shares import FairShares
@@ -41,15 +41,8 @@ class ReportedCalls(msgspec.Struct, frozen=True):
 
 def identify_engines(addresses: Iterable[str], host: str) -> str:
     """Return a short id of a set of engines. A loopback address means a different engine on each `host`."""
-    named = (f"{host} {address}" if _is_loopback(urlsplit(address).hostname) else address for address in addresses)
+    named = (f"{host} {address}" if is_loopback(urlsplit(address).hostname) else address for address in addresses)
     return hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()[:16]
-
-
-def _is_loopback(host: str | None) -> bool:
-    try:
-        return ip_address(host or "").is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class SharedCalls:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import ipaddress
 import os
 import secrets
 import signal
@@ -36,6 +35,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from turngate.common.addresses import is_loopback
 from turngate.errors import ConfigError, TurngateError
 from turngate.openenv.environment import NAME, TurngateEnvironment, build_mcp_server
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
@@ -170,7 +170,7 @@ def _max_sessions() -> int:
 
 def _check_exposure(host: str, is_open: bool) -> None:
     """Raise `ConfigError` if other machines could connect without a key, since callers run programs in sandboxes at the owner's expense."""
-    if not (_is_loopback(host) or is_open or os.environ.get(KEY, "").strip()):
+    if not (is_loopback(host) or is_open or os.environ.get(KEY, "").strip()):
         raise ConfigError(
             f"host {host} is reachable from other machines; set {KEY}, or pass --open if something else controls access "
             "(such as a private Space, or a proxy with a login)",
@@ -207,7 +207,7 @@ class OpenEnvAccess:
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and _netloc(origin) != host:
             return "the Origin header names a different site, whose pages may not call this server"
-        if _is_loopback((scope.get("server") or ("",))[0]) and not _is_loopback(_hostname(host)):
+        if is_loopback((scope.get("server") or ("",))[0]) and not is_loopback(_hostname(host)):
             return f"the Host header does not name this machine; if the server is behind a proxy, set {KEY}"
         return ""
 
@@ -243,11 +243,3 @@ def _hostname(netloc: str) -> str:
         return urlsplit(f"//{netloc}").hostname or ""
     except ValueError:
         return ""
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether a host is certain to be this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -23,7 +23,13 @@ from turngate.rollout.spec import RolloutSpec
 from turngate.store.outcomes import RecordedOutcome
 from turngate.tasks.grading.types import GradedTurn, RecordedTurns
 from turngate.trace.turn_rewards import ToolCallRecord, describe_calls
-from turngate.types import STALE, SUPERSEDED, Json
+from turngate.types import RUNNER_LOST, STALE, SUPERSEDED, Json
+
+# Why the gateway cancelled a session, for the message about it.
+_STOP_REASONS = {
+    SUPERSEDED: ": its attempt was superseded",
+    RUNNER_LOST: ": the process that runs it seemed to have ended",
+}
 
 RESTART_S = 40.0  # how long to wait for a gateway that is restarting
 END_S = 10.0  # how long the gateway may take to end the session of a rollout that failed or was cancelled
@@ -82,7 +88,7 @@ class AgentSession:
                 self._set_over(data["limit"])
             elif kind in ("sealed", "cancelled", "deleted") and not self._is_ending:
                 stop = data.get("stop")
-                why = ": its attempt was superseded" if stop == SUPERSEDED else ""
+                why = _STOP_REASONS.get(stop or "", "")
                 self._set_over(STALE if stop == STALE else f"the session was {kind} at the gateway{why}")
 
     def _set_over(self, stop: str) -> None:

@@ -6,8 +6,10 @@ import asyncio
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Literal
+from urllib.parse import urlsplit
 
 from turngate.client.gateway import GatewayClient
+from turngate.common.addresses import is_loopback
 from turngate.common.owner import current_owner
 from turngate.errors import TurngateError
 from turngate.rollout.outcome import Outcome, Stage
@@ -42,7 +44,10 @@ class StageEvents(AbstractAsyncContextManager["StageEvents"]):
 
     def send(self, stage: Stage | Literal["done"], outcome: Outcome) -> None:
         """Queue the event for the start of a stage, or for the end of the rollout."""
-        self._queue.put_nowait(_build_event(stage, outcome, self._batch))
+        event = _build_event(stage, outcome, self._batch)
+        if stage == _FIRST and is_loopback(urlsplit(self._gateway.url).hostname):
+            event["runner"] = str(current_owner())  # a gateway on another machine could not check this process
+        self._queue.put_nowait(event)
 
     async def _send_all(self) -> None:
         while (data := await self._queue.get()) is not None:
@@ -55,7 +60,7 @@ def _build_event(stage: Stage | Literal["done"], outcome: Outcome, batch: str) -
     event: dict[str, Json] = {"stage": stage, "rollout": outcome.rollout, "attempt": outcome.attempt}
     if stage == _FIRST:  # the session, whose metadata has these fields, does not exist yet
         about = {"task": outcome.task, "group": outcome.group, "agent": outcome.agent, "model": outcome.model}
-        about |= {"batch": batch, "runner": str(current_owner())}
+        about |= {"batch": batch}
         return {**event, **{name: value[:_MAX_CHARS] for name, value in about.items()}}
     if stage != "done":
         return event

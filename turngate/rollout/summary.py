@@ -15,6 +15,7 @@ import msgspec
 
 from turngate.rollout.ledger import FinishedRollout
 from turngate.rollout.outcome import ROLLOUT_CLASSES, Phase, RolloutClass
+from turngate.tasks.grading.result import OUTPUT_FOLLOWS
 from turngate.trace.pass_at_k import pass_at_k as pass_at_k
 
 PHASES: Mapping[str, Phase] = {
@@ -274,7 +275,8 @@ def _count_messages(members: Iterable[FinishedRollout]) -> dict[RolloutClass, li
     counts: defaultdict[RolloutClass, Counter[str]] = defaultdict(Counter)
     for rollout in members:
         if rollout.reward is None and rollout.message:
-            counts[rollout.kind][rollout.message[:_MAX_CHARS]] += 1
+            reason = rollout.message.partition(OUTPUT_FOLLOWS)[0]  # the output may contain times or process numbers
+            counts[rollout.kind][reason[:_MAX_CHARS]] += 1
     return {kind: counts[kind].most_common(5) for kind in ROLLOUT_CLASSES if counts[kind]}
 
 

@@ -27,7 +27,7 @@ import msgspec
 from turngate.common.safe_text import make_encodable
 from turngate.errors import SandboxError, SandboxGone, TaskError, TurngateError
 from turngate.tasks.grading import function, rubric, script, swe
-from turngate.tasks.grading.result import GraderLog, GraderResult, OutputUnreadable, Undecided
+from turngate.tasks.grading.result import OUTPUT_FOLLOWS, GraderLog, GraderResult, OutputUnreadable, Undecided
 from turngate.tasks.grading.turn_rewards import check_grade
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.host_env import find_host_values
@@ -90,7 +90,7 @@ async def _grade_with(
     try:
         return (await _run_with_retry(task, grader, work, environment, log)).grade
     except Undecided as reason:
-        output = f"; the output ended with:\n{reason.output}" if reason.output else ""
+        output = f"{OUTPUT_FOLLOWS}{reason.output}" if reason.output else ""
         if work is None:
             message = f"the grader returns no reward for the untouched task: {reason}{output}"
             return Grade(kind="invalid task", message=message)

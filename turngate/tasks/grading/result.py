@@ -16,6 +16,7 @@ from turngate.tasks.grading.types import CaseOutcome, Grade
 from turngate.tasks.grading.witness_report import WitnessReport
 
 TAIL_CHARS = 8000  # characters of the log that a grade includes
+OUTPUT_FOLLOWS = "; the output ended with:\n"  # in a message, between the reason and the output's last lines
 _LAST_LINES = 5  # lines of output to show if a grader gave no reward
 _LINE_CHARS = 200  # characters of each of these lines
 _MIN_SECRET = 6  # characters

@@ -1,0 +1,13 @@
+"""Network addresses."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+
+def is_loopback(host: str | None) -> bool:
+    """Return whether a host is certain to be this machine."""
+    try:
+        return ip_address(host or "").is_loopback
+    except ValueError:
+        return host == "localhost"
