@@ -127,7 +127,7 @@ DAMAGED: list[tuple[Any, str]] = [
     (lambda tree: {"segments": (WireSegment(0, None), *tree.segments)}, "segment 0 is empty"),
     (
         lambda tree: {"segments": (WireSegment(3, 5), *tree.segments[1:])},
-        r"the parent of segment 0 \(5\) is not an earlier segment",
+        "segment 0 has the parent 5, which is not an earlier segment",
     ),
     (lambda tree: {"segments": (), "rows": (), "ids": b"", "logprobs": b""}, "there are no segments"),
     (

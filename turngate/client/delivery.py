@@ -253,7 +253,9 @@ def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> Deliver
         if part.tokens < 1:
             raise DamagedDelivery(f"{where}: segment {index} is empty")
         if part.parent is not None and not 0 <= part.parent < index:
-            raise DamagedDelivery(f"{where}: the parent of segment {index} ({part.parent}) is not an earlier segment")
+            raise DamagedDelivery(
+                f"{where}: segment {index} has the parent {part.parent}, which is not an earlier segment"
+            )
         above = None if part.parent is None else segments[part.parent]
         position = 0 if above is None else above.position + above.end - above.start
         attends = list_attended(segments, part.parent)

@@ -68,7 +68,7 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
 
 
 class _OutcomeSummary(msgspec.Struct, frozen=True):
-    """The fields of an outcome that a list needs. Other fields are not decoded."""
+    """The fields of an outcome that are shown in a list of rollouts. Other fields are not decoded."""
 
     kind: OutcomeClass
     reward: float | None = None
@@ -81,13 +81,13 @@ class _OutcomeSummary(msgspec.Struct, frozen=True):
 
 
 class _OutcomeData(msgspec.Struct, frozen=True):
-    """The part of an outcome's data that a list needs, as Turngate's runner records it. Other runners may record anything."""
+    """The part of an outcome's data that a list of rollouts shows, as Turngate's runner records it. Other runners may record anything."""
 
     warnings: list[str] = []
 
 
 class _SessionSettings(msgspec.Struct, frozen=True):
-    """The settings of a session that a list needs."""
+    """The settings of a session that a list of rollouts shows."""
 
     model: str = ""
     mode: Mode = "exact"

@@ -115,7 +115,7 @@ async def test_session_lifecycle(key: Any, tmp_path: Path) -> None:
         assert shown["outcome"]["group"] == "trl.fix-add@3"
         await in_thread(session.close)
         await in_thread(session.close)
-        with pytest.raises(ConfigError, match="build the dataset with `prompts`"):
+        with pytest.raises(ConfigError, match="build the rows of the dataset with the function `prompts`"):
             factory.create("Something else")
 
 
