@@ -122,7 +122,11 @@ async def test_invalid_arguments_are_named(http: kit.Server) -> None:
         ("run_rollout", {**fine, "logprobs": "no"}, "logprobs must be true or false, not a string"),
         ("run_rollout", {**fine, "upload_files": {"../out": "x"}}, "upload_files.*below the working folder"),
         ("start_rollout", {**fine, "mode": "blind"}, "mode must be one of exact, observe.* not 'blind'"),
-        ("start_rollout", {**fine, "mode": "transparent_proxy"}, "mode must be one of .* not observe"),
+        (
+            "start_rollout",
+            {**fine, "mode": "transparent_proxy"},
+            "mode 'observe' is not available for endpoint .*; choose one of: ",
+        ),
         ("start_rollout", {**fine, "agent": "/bin/sh"}, "agent .*choose one of shell"),
         ("start_rollout", {**fine, "endpoint_url": "http://10.0.0.1/v1"}, "endpoint_url .*allowed_hosts"),
         ("start_rollout", {**fine, "task": ROW}, "send either an instruction or a task"),

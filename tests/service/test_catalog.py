@@ -71,9 +71,9 @@ def test_default_mode_and_aliases(catalog: Catalog) -> None:
     ("given", "param", "word"),
     [
         (("vlm://q",), "model_key", "did you mean vllm://q?"),
-        (("anthropic://claude", "exact"), "mode", "must be one of observe for anthropic://claude, not exact"),
+        (("anthropic://claude", "exact"), "mode", "mode 'exact' is not available for endpoint 'anthropic://claude'"),
         (("vllm://q", "direct"), "mode", "use observe"),
-        (("hf-router://m", "black_box"), "mode", "must be one of observe for hf-router://m, not direct"),
+        (("hf-router://m", "black_box"), "mode", "mode 'direct' is not available for endpoint 'hf-router://m': "),
         (("scripted://m", "", True), "thinking", "omit the argument"),
         (("vllm://q", "observe", False), "thinking", "omit it in observe mode"),
     ],

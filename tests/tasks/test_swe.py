@@ -193,7 +193,7 @@ def test_swe_bench_eval_script() -> None:
         ({"language": "go"}, "image_name is missing"),
         ({"install_config": ..., "eval_script": "pytest"}, "eval_script has no lines between"),
         ({"install_config": ..., "eval_script": SCRIPT, "eval_type": "fail_only"}, "eval_type"),
-        ({"install_config": ...}, "install_config is missing.*unknown how to test Org/repo.*"),
+        ({"install_config": ...}, "install_config and eval_script are both missing.*unknown how to test Org/repo.*"),
     ],
 )
 def test_invalid_row_error_names_field(changes: dict[str, Any], complaint: str) -> None:

@@ -1,6 +1,6 @@
 """Routes to list, add, drain and remove engines, under `/admin/engines`. They require the admin key.
 
-An API key may only read whether the engines are saturated or scripted.
+With an API key, a caller can only read two flags: whether the engines are saturated, and whether they are scripted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EngineRoutes:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]
 
     async def show(self, request: Request) -> JsonReply[EnginesView]:
-        """List the engines and their load. An API key sees only whether the engines are saturated or scripted."""
+        """List the engines and their load. With an API key, return only whether they are saturated, and whether they are scripted."""
         view = await self._changes.show()
         if request.state.caller.project is not None:  # a project may see only whether to send fewer calls
             view = EnginesView(engines=[], saturated=view.saturated, scripted=view.scripted)

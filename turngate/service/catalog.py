@@ -283,7 +283,7 @@ class Catalog:
         if chosen not in endpoint.allowed:
             why = endpoint.why_not(chosen) if chosen not in endpoint.supported_modes else "the server does not allow it"
             raise BadRequest(
-                f"mode must be one of {', '.join(endpoint.allowed)} for {endpoint.key}, not {chosen}: {why}",
+                f"mode {chosen!r} is not available for endpoint {endpoint.key!r}: {why}; choose one of: {', '.join(endpoint.allowed)}",
                 param="mode",
             )
         if thinking is not None and chosen not in ("exact", "gate"):

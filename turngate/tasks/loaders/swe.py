@@ -386,13 +386,16 @@ def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
 def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
     """Read the configuration of an older SWE-bench row from the `swebench` package. Only versions before 5 contain it."""
     missing = (
-        f"is missing, and so is eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
-        "(SWE-bench has published eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
+        f"and eval_script are both missing, so it is unknown how to test {repo}; use a newer copy of the data set (rows of SWE-bench have "
+        "eval_script since version 5 of the package swebench), or add install_config: {test_cmd, log_parser}"
     )
     try:
         known = vars(import_module("swebench.harness.constants"))["MAP_REPO_VERSION_TO_SPECS"]
     except (ImportError, KeyError):
-        raise row.error("install_config", f"{missing}, or install swebench<5, which supports older rows") from None
+        raise row.error(
+            "install_config",
+            f"{missing}, or install the package swebench<5, which has the test commands for older rows",
+        ) from None
     version = row.text("version")
     if repo not in known or version not in known[repo]:
         raise row.error("install_config", f"{missing}; the swebench package does not support {repo} {version}")

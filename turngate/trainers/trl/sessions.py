@@ -215,7 +215,8 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         instruction = task if isinstance(task, str) else task[-1]["content"]
         if instruction not in self._tasks:
             raise ConfigError(
-                f"tasks: no task in {self.config.tasks} has the instruction {instruction[:80]!r}; build the rows of the dataset with the function `prompts`",
+                f"tasks: no task in {self.config.tasks} has the instruction {instruction[:80]!r}; build the rows of the dataset with "
+                "the function `prompts`",
                 param="tasks",
             )
         return self._tasks[instruction]
