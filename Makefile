@@ -1,8 +1,8 @@
 # make demo       run a real agent and show its tokens in the first minute, then train it on two cores, in about four minutes (FAST=1: two; SEED=2; SANDBOX=docker); MODEL=coder: train a coding model on a GPU of 48 GB
 # make demo-cluster  run a batch on PostgreSQL and three Ray nodes of this machine, and kill a node in the middle
 # make test       run all tests without heavy parts, and one real agent: ten minutes from a bare machine; no root, Docker or npm
-# make test-real  run at least one test for every real part and every promise: nine minutes, once the parts are installed
-# make test-all   run all tests but the repetitions of `make soak`: about 30 minutes, once the parts are installed
+# make test-real  run at least one test for every real part and every promise: six to nine minutes, once the parts are installed
+# make test-all   run all tests but the repetitions of `make soak`: 22 to 30 minutes, once the parts are installed
 # make soak       run the stress tests (random kills and injected faults) at full size, repetitions (such as every agent in every sandbox), and an hour of load
 # make chaos      inject every kind of fault into live gateways and check that nothing is lost (FAST=1: a sample of them in three minutes; SEED=7; ROUNDS=3)
 # make fuzz       fuzz the HTTP API, decoders, parsers, files and the store (SECONDS=60 per target; SEED=1; ONLY=http; RESULTS=FOLDER: all at the same time)
