@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,18 +102,23 @@ def test_page_works(page: str, folder: Path) -> None:
     (folder / "page.sh").write_text(
         read_script(page).write(clone, dict(zip(PORTS, free_ports(len(PORTS)), strict=True))), encoding="utf-8"
     )
-    done = subprocess.run(
-        ["bash", str(folder / "page.sh")],
-        cwd=clone,
-        env=environment(folder),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=scaled(240),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    log = folder / "page.log"
+    with log.open("w") as output:
+        script = subprocess.Popen(
+            ["bash", str(folder / "page.sh")],
+            cwd=clone,
+            env=environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        script.wait(scaled(240))
+    except subprocess.TimeoutExpired:
+        os.killpg(script.pid, signal.SIGTERM)  # the script stops its servers
+        script.wait()
+    assert script.returncode == 0, log.read_text(errors="replace")[-6000:]
 
 
 @pytest.mark.needs("tokenizers")
