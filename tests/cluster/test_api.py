@@ -35,10 +35,12 @@ def test_wrong_arguments_are_refused(tmp_path: Path, given: dict[str, Any], mess
         tg.Client(write_script(tmp_path, ["Hi."]), **AGENT, **given)
 
 
-@pytest.mark.parametrize("mode", ["gate", "direct"])
-async def test_modes_without_a_recording_in_the_cell_are_refused(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "message"), [("gate", "mode must be"), ("direct", "mode 'direct' is not available for endpoint")]
+)
+async def test_modes_without_a_recording_in_the_cell_are_refused(tmp_path: Path, mode: str, message: str) -> None:
     async with tg.Client(write_script(tmp_path, ["Hi."]), **AGENT, cluster="auto", data=URL) as client:
-        with pytest.raises(BadRequest, match="mode must be"):
+        with pytest.raises(BadRequest, match=message):
             await client.run("print()", mode=mode)
 
 
