@@ -31,7 +31,7 @@ from turngate.rollout.spec import EndPolicy
 from turngate.sandboxes import folders
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
-from turngate.sandboxes.supervised import SupervisedSandbox
+from turngate.sandboxes.supervised_sandbox import SupervisedSandbox
 from turngate.tasks.task import Script, Task
 
 # Uses a bare socket: importing an HTTP client would take three times as long as everything else.

@@ -21,7 +21,7 @@ from turngate.rollout.ledger import FinishedRollout, Ledger, LedgerEntry, Reopen
 from turngate.rollout.plan import batch_stream
 from turngate.rollout.progress import BatchProgress
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.supervised import SupervisedSandbox
+from turngate.sandboxes.supervised_sandbox import SupervisedSandbox
 from turngate.server.web import rollout
 
 pytestmark = [pytest.mark.process, pytest.mark.full]

@@ -41,7 +41,7 @@ def test_signal_cleans_up_and_keeps_recording(number: signal.Signals, data: Path
 def test_second_ctrl_c_waits_and_third_quits(data: Path) -> None:
     """The agent ignores SIGTERM: it is killed after a second in the first run, and never in the second."""
     set_kill_timeout = (
-        "from turngate.sandboxes.supervised import SupervisedJob; SupervisedJob.kill.__defaults__ = ({},)"
+        "from turngate.sandboxes.supervised_sandbox import SupervisedJob; SupervisedJob.kill.__defaults__ = ({},)"
     )
     stubborn = f"trap '' TERM; sleep {SLEEP_S} & while :; do wait; done"
     env = {"TMPDIR": os.environ["TMPDIR"]}

@@ -14,7 +14,7 @@ import msgspec
 from tests.sandboxes import kit
 from turngate.agents.install import RUN_MODULE
 from turngate.sandboxes.base import ExecResult, Mount, Preload, Sandbox, SandboxSpec
-from turngate.sandboxes.supervised import SupervisedSandbox
+from turngate.sandboxes.supervised_sandbox import SupervisedSandbox
 
 PYTHON = os.path.realpath(sys.executable)
 INSIDE = "/opt/turngate/agent"  # where bubblewrap mounts the installation

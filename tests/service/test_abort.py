@@ -15,7 +15,7 @@ from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
-from turngate.sandboxes.supervised import SupervisedSandbox
+from turngate.sandboxes.supervised_sandbox import SupervisedSandbox
 from turngate.service.catalog import EndpointChoice
 from turngate.service.gateways import GatewayConnection, Gateways
 

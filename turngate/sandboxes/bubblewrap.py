@@ -24,7 +24,7 @@ from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, disk, folders, seccomp
 from turngate.sandboxes.base import NO_SETTINGS, Preload, SandboxSpec
 from turngate.sandboxes.folders import create_folder
-from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
+from turngate.sandboxes.supervised_sandbox import SUPERVISOR, SupervisedSandbox
 from turngate.sandboxes.warm_start import FORK_SERVER, ServerProcess, WarmStart, count_plain, find_server
 
 KIND = "bubblewrap"
@@ -80,7 +80,7 @@ class BubblewrapBackend:
     async def check(self) -> None:
         if not shutil.which("bwrap"):
             raise SandboxUnavailable(
-                "bubblewrap is not installed; run apt-get install bubblewrap, or use your system's package manager"
+                "bubblewrap is not installed; run `apt-get install bubblewrap`, or use your system's package manager"
             )
         trial = await asyncio.create_subprocess_exec(
             *("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/sh", "-c", ":"),
@@ -155,7 +155,7 @@ class BubblewrapBackend:
         return await find_server(key, preload, Path(source), lambda program: self._prepare_server(program, spec))
 
     def _prepare_server(self, preload: Preload, spec: SandboxSpec) -> ServerProcess:
-        """Plan a fork server in its own sandbox, without a network, other processes or a rollout's data.
+        """Return how to start a fork server in its own sandbox, which has no network, no view of other processes and no data of a rollout.
 
         The server must be in the host's process namespace, because otherwise it could not enter the process namespace of a sandbox. It sees
         no processes, because it has no /proc. It has no privileges, but may enter sandboxes, because they are created below its user

@@ -14,7 +14,7 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders
 from turngate.sandboxes.base import NO_SETTINGS, Preload, SandboxSpec
-from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
+from turngate.sandboxes.supervised_sandbox import SUPERVISOR, SupervisedSandbox
 from turngate.sandboxes.warm_start import FORK_SERVER, ServerProcess, find_server
 
 KIND = "local"

@@ -1,9 +1,10 @@
-"""The first process of a sandbox on this machine. It starts commands and tracks all their descendants.
+"""The process that the host talks to in a local or bubblewrap sandbox. It starts commands and tracks all their descendants.
 
-`supervised.py` runs it as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace (bubblewrap). FD
-is one end of a socket pair. Each command has a guard, a process that adopts orphans of the command, so a daemon that has left its session
-still belongs to the command. If a command kills its guard, the supervisor adopts the remaining processes and kills them. When the other end
-of FD closes because the owner stopped the sandbox or died, or after LIFE_S, every process is killed and FOLDER is removed.
+`supervised_sandbox.py` runs it as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace
+(bubblewrap). FD is one end of a socket pair. Each command has a guard, a process that adopts orphans of the command, so a daemon that has
+left its session still belongs to the command. If a command kills its guard, the supervisor adopts the remaining processes and kills them.
+When the other end of FD closes because the owner stopped the sandbox or died, or after LIFE_S, every process is killed and FOLDER is
+removed.
 
 `python3 supervisor.py --lead COMMAND …` runs one command on the host and kills it when stdin closes. Tunnels use this.
 

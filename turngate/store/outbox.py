@@ -1,4 +1,4 @@
-"""The outbox of a cell: the sessions whose latest state is not in the shared store yet.
+"""The outbox of a cell: the sessions that must still be shipped to the shared store, and when each of them is due.
 
 A session enters the outbox in the transaction that opens it, and leaves it after the shared store has committed it. Any later change, such
 as a replaced outcome, adds the session again. A session in the outbox cannot be deleted, and its events are kept.
@@ -128,7 +128,7 @@ class OutboxTable:
             db.execute("INSERT INTO outbox (session, cell) VALUES (?,?)", (session, self.cell))
 
     def add_ended(self, db: StoreConnection, session: int, ended: float, *, cancelled: bool) -> None:
-        """Add a session that has ended. It is due after `ABANDONED_S`, because its runner may still record an outcome.
+        """Add a session that has ended. It is due `ABANDONED_S` seconds later, because its runner may still record an outcome.
 
         A cancelled session is due immediately, because its outcome would not count.
         """
@@ -155,9 +155,9 @@ class OutboxTable:
     # ── for the shipper ─────────────────────────────────────────────────────────────────────────────────────────
 
     def find_due(self, now: float, limit: int) -> list[UnshippedSession]:
-        """Return the sessions to ship, longest due first.
+        """Return up to `limit` sessions to ship, in the order in which they became due.
 
-        A session that is due more than `ABANDONED_S` from now is returned too, because the clock must have been set back.
+        A session that is due more than `ABANDONED_S` seconds from now is returned too, because the clock must have been set back.
         """
         query = "SELECT session, cell, revision FROM outbox WHERE (due<=? OR due>?) AND error='' ORDER BY due, session LIMIT ?"
         with self._reading() as db:

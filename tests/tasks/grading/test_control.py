@@ -17,7 +17,7 @@ from turngate.errors import SandboxError, TaskError
 from turngate.sandboxes import archive
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
-from turngate.sandboxes.supervised import SupervisedSandbox
+from turngate.sandboxes.supervised_sandbox import SupervisedSandbox
 from turngate.tasks.grading import rubric
 from turngate.tasks.grading.grade import grade
 from turngate.tasks.grading.types import Grade, GradingEnvironment

@@ -1,4 +1,7 @@
-"""A thread that ships ended sessions from a cell's outbox to the shared store. It has its own connections, so no turn waits for it."""
+"""A thread that ships due sessions from a cell's outbox to the shared store.
+
+The thread has its own connections, so no turn waits for it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The host's side of a sandbox whose processes are managed by `supervisor.py`: local and bubblewrap.
+"""The common part of the `local` and `bubblewrap` sandboxes: a supervisor starts their commands and sends signals to them.
 
-Host and supervisor communicate only through a socket pair. If the owner is killed, its end of the pair closes, and the supervisor kills all
-processes of the sandbox.
+Host and supervisor communicate only through a socket pair. If the process that owns the sandbox is killed, its end of the pair closes, and
+the supervisor kills all processes of the sandbox.
 """
 
 from __future__ import annotations
