@@ -15,6 +15,7 @@ import pytest
 from tests.exact.agent import World, asgi
 from tests.exact.test_rows import SYSTEM, say, talk, user
 from turngate.errors import ConfigError, StoreError
+from turngate.store.checksums import node_checksum
 from turngate.store.events import new_event
 from turngate.store.journal import Journal
 from turngate.store.store import NewTurn, Store
@@ -131,6 +132,30 @@ def new_turn(key: int, number: int) -> NewTurn:
     info = SampledInfo(b"m", b"", b"", "stop", 0, 0, 0.0, 0.0)
     sampled = Sampled(2 * number + 2, context, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), info)
     return NewTurn(key, context, b"[]", sampled, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("parent", "kind", "problem"),
+    [
+        (None, "sampled", "has no parent, but a sampled node needs a parent"),
+        (None, "remark", "has the unknown kind 'remark'"),
+        (9, "sampled", "is not a valid child of node 9"),
+    ],
+)
+def test_misplaced_node_is_explained(parent: int | None, kind: str, problem: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    key = store.add_session("s", b"secret", SessionConfig(), 0.0)
+    store.commit([new_turn(key, 0)])
+    with store.database.writing() as db:
+        blobs = db.execute("SELECT ids, logprobs, info, messages FROM nodes WHERE id=2").fetchone()
+        checksum = node_checksum(key, 2, parent, kind, *blobs)
+        db.execute("UPDATE nodes SET parent=?, kind=?, checksum=? WHERE id=2", (parent, kind, checksum))
+    row = store.find("s")
+    assert row is not None
+    with pytest.raises(StoreError) as error:
+        store.load(row)
+    assert error.value.message == f"session s: node 2 {problem}; the trace cannot be used"
+    store.close()
 
 
 async def test_concurrent_turns_share_synced_transactions(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -186,6 +187,18 @@ async def test_observed_endpoint_allows_only_eval(monkeypatch: pytest.MonkeyPatc
 
 
 # ── training traces ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_log_probability_rounded_above_zero_is_trained_everywhere() -> None:
+    """bfloat16 may raise a log-probability slightly above 0. OpenEnv rejects values above 0."""
+    turn = say("Done.")
+    async with gateway([msgspec.structs.replace(turn, logprobs=[5e-4, *[-0.5] * (len(turn.ids) - 1)])]) as g:
+        session = await open_session(g)
+        await ask(g, session["session_id"], [user("Hi")])
+        [row] = await g.samples(session["id"])
+        assert sum(row["mask"]) == len(turn.ids) and max(lp for lp in row["logprobs"] if lp) == pytest.approx(5e-4)
+        [traced] = training_trace(await g.trace(session["id"]))["turns"]
+        assert traced["loss_mask"].count(1) == len(turn.ids) and traced["per_token_logps"][0] == 0
 
 
 async def test_training_trace_equals_rows() -> None:

@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from turngate.trainers.teacher import scoring as scoring_module
 from turngate.trainers.teacher.scoring import Teacher, TeacherUnavailable
 from turngate.trainers.teacher.vocabulary import VocabularyMismatch
 from turngate.types import Ids
-from turngate.verify import SessionReader, VerifyFinding, VerifyOptions, verify
+from turngate.verify import SessionReader, VerifyFinding, VerifyOptions, teacher_scores, verify
 
 
 @pytest.fixture
@@ -575,6 +576,7 @@ def test_verify_checks_cached_scores(recording: Recording, server: TeacherServer
         ("logprobs", lambda data: np.full(len(data) // 4, 0.5, "<f4").tobytes(), "greater than 0"),
         ("logprobs", lambda data: np.full(len(data) // 4, np.nan, "<f4").tobytes(), "not finite"),
         ("logprobs", lambda data: np.full(len(data) // 4, -9999, "<f4").tobytes(), "missing"),
+        ("top_logprobs", lambda data: np.full(len(data) // 4, np.inf, "<f4").tobytes(), "not finite"),
         ("logprobs", lambda data: data[:-4], "wrong length"),
         ("logprobs", lambda data: b"\x01" + data[1:], "checksum"),
         ("logprobs", lambda data: np.zeros(len(data) // 4, "<f4").tobytes(), "all less likely"),
@@ -597,3 +599,62 @@ def test_verify_finds_changed_scores(
     db.close()
     findings = verify_session(recording.data, recording.ids["bad"])
     assert any(problem in finding.what for finding in findings if not finding.ok), findings
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("top_k", [None, "two", 2.5, -2])
+def test_verify_reports_an_invalid_top_k(recording: Recording, server: TeacherServer, top_k: object) -> None:  # noqa: F811
+    recording.export("rows", teacher=config(server, top_k=2))
+    with closing(sqlite3.connect(recording.data / CACHE_FILE, isolation_level=None)) as db:
+        db.execute("CREATE TABLE unconstrained AS SELECT * FROM scores")
+        db.execute("DROP TABLE scores")
+        db.execute("ALTER TABLE unconstrained RENAME TO scores")
+        db.execute("UPDATE scores SET top_k=?", (top_k,))
+    [_, finding] = verify_session(recording.data, recording.ids["bad"])
+    problem = f"have top_k {top_k!r}, but it must be a whole number, 0 or greater"
+    assert finding.what == f"its scores from 'teacher' {problem}"
+
+
+def test_verify_reports_text_that_is_not_utf8(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    recording.export("rows", teacher=config(server))
+    with closing(sqlite3.connect(recording.data / CACHE_FILE, isolation_level=None)) as db:
+        db.execute("UPDATE scores SET model=CAST(x'ff' AS TEXT)")
+    [finding] = verify_session(recording.data, recording.ids["bad"])
+    assert finding.what == "its scores from '\\\\xff' do not match their checksum"
+
+
+def test_verify_reports_a_damaged_cache(recording: Recording) -> None:  # noqa: F811
+    (recording.data / CACHE_FILE).write_bytes(b"not a database" * 100)
+    [finding] = verify_session(recording.data, recording.ids["bad"])
+    assert not finding.ok
+    assert finding.what == f"{recording.data / CACHE_FILE} is damaged (file is not a database)"
+
+
+def test_verify_reports_a_damaged_cache_schema(recording: Recording) -> None:  # noqa: F811
+    """SQLite's error message contains the damaged name of the table."""
+    file = recording.data / CACHE_FILE
+    with closing(sqlite3.connect(file)) as db:
+        db.execute("CREATE TABLE scores (session TEXT)")
+    schema = file.read_bytes().replace(b"tablescoresscores", b"table\xff\xff\xff\xff\xff\xffscores")
+    file.write_bytes(schema.replace(b"CREATE TABLE scores", b"\xff" * 19))
+    [finding] = verify_session(recording.data, recording.ids["bad"])
+    assert not finding.ok and finding.what == f"{file} is damaged (its schema cannot be read)"
+
+
+def test_verify_does_not_check_a_locked_cache(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(teacher_scores, "_BUSY_S", 0.0)
+    with closing(sqlite3.connect(recording.data / CACHE_FILE, isolation_level=None)) as db:
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        db.execute("CREATE TABLE scores (session TEXT)")
+        with SessionReader(recording.data) as reader:
+            verdict = verify(reader, recording.ids["bad"], VerifyOptions())
+    assert verdict.ok
+    [skipped] = [each for each in verdict.unchecked if each.check == "teacher scores"]
+    assert skipped.why == f"{recording.data / CACHE_FILE} cannot be read (database is locked)"
+
+
+def test_verify_ignores_a_cache_without_scores(recording: Recording) -> None:  # noqa: F811
+    """An export that was killed may leave an empty file."""
+    (recording.data / CACHE_FILE).touch()
+    with SessionReader(recording.data) as reader:
+        assert verify(reader, recording.ids["bad"], VerifyOptions()).ok

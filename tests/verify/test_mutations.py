@@ -6,6 +6,7 @@ Alterations update the checksum, except in the tests of the checksum itself.
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -185,6 +186,11 @@ def break_messages(t: Tampering) -> None:
     t.node(t.of_kind("context")[1], messages=b"[{")
 
 
+def edit_message(t: Tampering, turn: int, **fields: Any) -> None:
+    message = {**msgspec.json.decode(t.row(turn).messages), **fields}
+    t.node(turn, messages=msgspec.json.encode(message))
+
+
 def change_dialect(t: Tampering) -> None:
     t.facts(t.of_kind("context")[1], dialect="gemini")
 
@@ -311,6 +317,10 @@ CASES: dict[str, Case] = {
     "a fault of a whole turn": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], fault="the engine died")),
     "another capture": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], capture="logprobs")),
     "versions backwards": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], version_start=9)),
+    "a call id that is not text": (
+        "messages",
+        lambda t: edit_message(t, turns(t, finish="tool_calls")[0], tool_calls=[{"id": [], "name": "read"}]),
+    ),
     "inside thinking": ("parse", lambda t: t.facts(turns(t, finish="stop")[0], reasoning_open=True)),
     "hidden bias": ("sampling", lambda t: t.facts(turns(t, finish="stop")[0], sampling=b'{"top_p": 0.5}')),
     "invented bias": ("sampling", lambda t: t.facts(turns(t, finish="stop")[0], biases=["top_k"])),
@@ -318,6 +328,11 @@ CASES: dict[str, Case] = {
         "sampling",
         lambda t: t.facts(turns(t, finish="stop")[0], biases=["constrained: verse"]),
     ),
+    "sampled at a time that is not a date": (
+        "times",
+        lambda t: t.facts(t.of_kind("sampled")[0], started=2.0**40, ended=2.0**40),
+    ),
+    "sampled at an infinite time": ("times", lambda t: t.facts(t.of_kind("sampled")[0], started=math.inf)),
     "sampled before it was opened": ("times", lambda t: t.facts(turns(t, finish="stop")[0], started=1.0)),
     "sampled after it was closed": ("times", lambda t: t.facts(turns(t, finish="stop")[-1], ended=9e9)),
     "all of it in another session": ("times", move_to_other_session),
@@ -390,6 +405,15 @@ def test_delivered_turn_marked_undelivered_is_detected(copy: Recorded) -> None:
     assert [note.check for note in run_verify(data, session).notes] == ["delivered"]  # the agent continued from it
 
 
+def test_sum_of_delivered_may_overflow(copy: Recorded) -> None:
+    """Verify compares this sum to find out whether an open session has changed."""
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        t.sql("UPDATE nodes SET delivered=? WHERE session=?", 2**63 - 1, t.key)
+        t.sql("UPDATE sessions SET status='open', closed=NULL WHERE key=?", t.key)
+    assert {"events", "rows"} <= wrong(run_verify(data, session))
+
+
 def test_removed_branch_leaves_gap(copy: Recorded) -> None:
     data, session, _ = copy
     with tampering(data, session) as t:
@@ -434,7 +458,7 @@ _OUTCOMES = {
         '{"kind": "graded", "resolved": 0.5}',
         "its resolved field is 0.5, which is not true",
     ),
-    "a negative attempt": ('{"kind": "graded", "attempt": -1}', "its attempt is -1, which is not a valid number"),
+    "a negative attempt": ('{"kind": "graded", "attempt": -1}', "its attempt is -1, which is not an integer from 0"),
     "a task that is a number": ('{"kind": "graded", "task": 7}', "its task is 7, not text"),
     "too long": ('{"kind": "graded", "data": "' + "x" * 300_000 + '"}', "a gateway records at most 262144"),
 }
@@ -696,13 +720,13 @@ EVENTS: dict[str, Case] = {
     "a truncated turn": ("its sampled_tokens is stored as 4, but event ", truncate_turn),
     "the last turn removed": (", which is not stored (finish 'stop', ", delete_last_turn),
     "the last turn removed with its event": (
-        "its number of turns that were not aborted is ",
+        "the number of its turns that were not aborted is ",
         delete_last_turn_and_event,
     ),
     "all turns removed": (", which is not stored (finish 'abort', sampled tokens: 5)", delete_all_turns),
     "an added turn": ("no event reports this turn", add_turn),
     "a turn without an event": ("no event reports this turn", delete_turn_event),
-    "a turn with two events": ("reports it a second time", duplicate_turn_event),
+    "a turn with two events": ("reports this turn a second time", duplicate_turn_event),
     "another prompt": ("its prompt_tokens is stored as ", lambda t: change_turn_event(t, prompt_tokens=1)),
     "another cause": ("its cause is stored as ", lambda t: change_turn_event(t, cause="whim")),
     "a turn number that is not a number": (
@@ -794,6 +818,17 @@ def test_replay_detects_altered_logprobs(copy: Recorded) -> None:
             assert f"recorded as {scores[at]:.4f}" in finding.what
             t.node(turn.id, logprobs=turn.logprobs)
     assert run_verify(data, session, replay=True).ok
+
+
+def test_replay_omits_turns_with_negative_ids(copy: Recorded) -> None:
+    data, session, _ = copy
+    whole = run_verify(data, session, replay=True).replay
+    with tampering(data, session) as t:
+        turn = t.row(t.of_kind("sampled")[-1])
+        t.node(turn.id, ids=np.full(len(turn.ids) // 4, -1, np.int32).tobytes())
+    found = run_verify(data, session, replay=True)
+    assert {"lengths"} <= wrong(found) and "logprobs" not in wrong(found)
+    assert whole is not None and found.replay is not None and found.replay.turns == whole.turns - 1
 
 
 def test_replay_detects_moved_turn(copy: Recorded) -> None:

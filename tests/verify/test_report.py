@@ -28,6 +28,8 @@ from turngate.cli.verify import verify_sessions
 from turngate.common.terminal import console
 from turngate.engines.scripted import derive_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
+from turngate.store.store import Store
+from turngate.trace.session import SessionConfig
 from turngate.verify import (
     Renderers,
     SessionReader,
@@ -127,7 +129,7 @@ def test_verify_while_gateway_serves(tmp_path: Path, capsys: Any) -> None:
     ("options", "words"),
     [
         ({"session": "nobody"}, "is not recorded here"),
-        ({"engine": "sglang"}, "engine must be vllm or scripted to score prompts"),
+        ({"engine": "sglang"}, "engine must be vllm or scripted"),
         ({"engine": "vllm"}, "needs --engine-url and --model"),
         ({"engine_url": "http://127.0.0.1:1"}, "--engine-url applies only to scoring; also pass --engine"),
         ({"engine": "vllm", "engine_url": "nonsense", "model": "m"}, "engine_url must be .* URL, not 'nonsense'"),
@@ -139,6 +141,7 @@ def test_verify_while_gateway_serves(tmp_path: Path, capsys: Any) -> None:
             {"engine": "vllm", "engine_url": "http://h", "model": "m", "engine_key_env": "TURNGATE_NOPE"},
             "engine_key_env names the environment variable TURNGATE_NOPE, which is not set",
         ),
+        ({"engine": "scripted", "model": "m"}, "--model has no effect with --engine scripted; leave it out, or pass"),
         ({"policy_version": 7}, "--policy-version applies only to scoring"),
         ({"tolerance": 0.5}, "--tolerance applies only to scoring"),
         ({"tolerance": -1.0, "engine": "scripted"}, "tolerance must be finite and 0 or greater, not -1"),
@@ -155,11 +158,37 @@ def test_invalid_options_are_rejected(recorded: Recorded, options: Any, words: s
 
 
 def test_missing_or_broken_store_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no recordings in .*; run this where you ran"):
+    with pytest.raises(ConfigError, match=r"no recordings in .*; run this command in the folder where you ran"):
         run_verify(tmp_path)
     (tmp_path / "turngate.db").write_bytes(b"no database at all, but long enough to be taken for one" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
         run_verify(tmp_path)
+
+
+def test_damaged_schema_is_reported(recorded: Recorded) -> None:
+    """SQLite's error message contains the damaged name of the table."""
+    file = recorded[0] / "turngate.db"
+    schema = file.read_bytes().replace(b"tablenodesnodes", b"table\xff\xff\xff\xff\xffnodes")
+    file.write_bytes(schema.replace(b"CREATE TABLE nodes", b"\xff" * 18))
+    with pytest.raises(ConfigError, match=r"turngate\.db cannot be read \(its schema is damaged\)"):
+        run_verify(recorded[0])
+
+
+def test_damaged_list_of_sessions_is_reported(tmp_path: Path) -> None:
+    with closing(Store(tmp_path)) as store:
+        for n in range(100):
+            store.add_session(f"session-{n}", f"{n}".encode(), SessionConfig(), float(n))
+    file, page = tmp_path / "turngate.db", 4096
+    intact = file.read_bytes()
+    starts = [start for start in range(0, len(intact), page) if b"session-99" in intact[start : start + page]]
+    errors = []
+    for start in starts:  # of the table and its indexes
+        file.write_bytes(intact[:start] + b"\xff" * page + intact[start + page :])
+        try:
+            assert not run_verify(tmp_path)
+        except ConfigError as error:
+            errors.append(error.message)
+    assert errors == [f"data: {tmp_path} cannot be read (database disk image is malformed)"]
 
 
 def test_missing_wal_file_is_hinted(tmp_path: Path) -> None:

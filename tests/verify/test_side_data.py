@@ -40,14 +40,23 @@ def test_unchanged_session_passes(recorded: tuple[Path, str]) -> None:
     assert [f.part for f in found.findings if f.check == "side data"] == ["structure", "rows"]
 
 
-def rewrite(t: Tampering, change: str, *values: object) -> None:
-    """Change the experts of the last turn, and correct the checksum."""
+def set_shape(t: Tampering, shape: tuple[int, ...]) -> None:
+    """Change the shape of the scores of the last turn, which are single numbers, and correct the checksum."""
+    rewrite(t, "shape=?", "x".join(map(str, shape)), name="scores")
+    turn = t.of_kind("sampled")[-1]
+    t.facts(
+        turn, side=[msgspec.structs.replace(s, shape=shape) if s.name == "scores" else s for s in t.fact(turn).side]
+    )
+
+
+def rewrite(t: Tampering, change: str, *values: object, name: str = EXPERTS) -> None:
+    """Change the experts, or other side data, of the last turn, and correct the checksum."""
     node = t.of_kind("sampled")[-1]
-    t.sql(f"UPDATE side_data SET {change} WHERE session=? AND node=? AND name=?", *values, t.key, node, EXPERTS)
+    t.sql(f"UPDATE side_data SET {change} WHERE session=? AND node=? AND name=?", *values, t.key, node, name)
     query = "SELECT node, name, first, dtype, shape, data FROM side_data WHERE session=? AND node=? AND name=?"
-    [(*place, data)] = t._db.execute(query, (t.key, node, EXPERTS)).fetchall()
+    [(*place, data)] = t._db.execute(query, (t.key, node, name)).fetchall()
     checksum = zlib.crc32("/".join(map(str, place)).encode() + data)
-    t.sql("UPDATE side_data SET checksum=? WHERE session=? AND node=? AND name=?", checksum, t.key, node, EXPERTS)
+    t.sql("UPDATE side_data SET checksum=? WHERE session=? AND node=? AND name=?", checksum, t.key, node, name)
 
 
 ALTERATIONS: dict[str, Callable[[Tampering], None]] = {
@@ -58,6 +67,8 @@ ALTERATIONS: dict[str, Callable[[Tampering], None]] = {
     "shortened": lambda t: rewrite(t, "data=substr(data, 7)"),
     "torn value": lambda t: rewrite(t, "data=substr(data, 2)"),
     "other shape": lambda t: rewrite(t, "shape='3x2'"),
+    "negative shape": lambda t: set_shape(t, (-1, -1)),
+    "too many dimensions": lambda t: set_shape(t, (1,) * 64),
     "other type": lambda t: rewrite(t, "dtype='int32'"),
     "text": lambda t: t.sql("UPDATE side_data SET data='text' WHERE session=?", t.key),
 }
@@ -75,6 +86,14 @@ def test_overlapping_side_data_is_detected(copy: tuple[Path, str]) -> None:
         turn = t.of_kind("sampled")[-1]
         side = [msgspec.structs.replace(s, first=s.first - 1) if s.name == EXPERTS else s for s in t.fact(turn).side]
         t.facts(turn, side=side)
+    assert "side data" in wrong(run_verify(*copy))
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_side_data_for_no_tokens_is_detected(count: int, copy: tuple[Path, str]) -> None:
+    with tampering(*copy) as t:
+        turn = t.of_kind("sampled")[-1]
+        t.facts(turn, side=[msgspec.structs.replace(s, count=count) for s in t.fact(turn).side])
     assert "side data" in wrong(run_verify(*copy))
 
 

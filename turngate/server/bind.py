@@ -1,6 +1,6 @@
 """Listen for connections, and publish the gateway's address in the data folder.
 
-The small parent process of the workers (`workers/front.py`) imports this module, so this module imports no heavy ones.
+The small parent process of the workers (`workers/front.py`) imports this module, so this module must not import heavy modules.
 """
 
 from __future__ import annotations
@@ -32,10 +32,19 @@ def find_running_gateway(data: Path) -> RunningGateway | None:
     """Return the gateway that is serving this data folder, or None if no gateway is running."""
     try:
         gateway = msgspec.json.decode((data / _NOTE).read_bytes(), type=RunningGateway)
-        os.kill(gateway.pid, 0)
     except (OSError, msgspec.DecodeError):
         return None
-    return gateway
+    return gateway if _is_running(gateway.pid) else None
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # it belongs to another user
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def has_stale_note(data: Path) -> bool:

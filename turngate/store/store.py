@@ -136,16 +136,16 @@ class SessionLoading:
             session.last_used = max(session.last_used, sampled.info.ended)
             self._by_id[node_id] = sampled
         else:
-            raise StoreError(
-                f"session {session.id}: node {node_id} is not a valid child of node {parent_id}; the trace cannot be used"
-            )
+            problem = _explain_misplaced(parent_id, kind)
+            raise StoreError(f"session {session.id}: node {node_id} {problem}; the trace cannot be used")
         self.next_id = node_id + 1
 
 
 class Store:
     """Sessions, their traces, and settings.
 
-    Methods block, but are short. Each method that writes uses one transaction, except `probe` and, for turns with side data, `commit`.
+    Methods block the calling thread, but only briefly. Each method that writes uses one transaction, except `probe` and, for turns with
+    side data, `commit`.
     """
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
@@ -294,7 +294,7 @@ class Store:
         return [(as_name(session), secret, as_number(opened)) for session, secret, opened in rows]
 
     def _rows(self, where: str, values: Sequence[object], *, marked: bool = False) -> Iterator[SessionRow]:
-        """Read session rows. If one is damaged, raise `StoreError` or, with `marked`, mark it."""
+        """Read session rows. If a row is damaged, raise `StoreError`, or mark the row if `marked` is set."""
         columns = "key, id, CAST(config AS BLOB), opened, closed, status, stop, vocabulary"
         with self._reading() as db:
             rows = db.execute(f"SELECT {columns} FROM sessions {where}", values).fetchall()
@@ -464,8 +464,16 @@ def _is_intact(
     return checksum == (written if delivered else written ^ UNDELIVERED)
 
 
+def _explain_misplaced(parent: int | None, kind: str) -> str:
+    if kind not in ("context", "sampled"):
+        return f"has the unknown kind {kind!r}"
+    if parent is None:
+        return "has no parent, but a sampled node needs a parent"
+    return f"is not a valid child of node {parent}"
+
+
 def _read_session_row(key: int, session_id: object, config: bytes, rest: Sequence[object]) -> tuple[SessionRow, str]:
-    """Return a session from its columns, and a description of the damaged part, if any. Defaults replace the damaged part."""
+    """Build a session's row from its columns. Return it with a description of the damaged part, if any. Defaults replace that part."""
     settings, columns = SessionConfig(), _SessionColumns(0.0, None, "sealed", "", "")
     damaged = "" if isinstance(session_id, str) else _DAMAGED_ROW
     try:

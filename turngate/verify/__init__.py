@@ -84,7 +84,7 @@ _MAX_TRIES = 4  # attempts to read an open session and its rows in the same stat
 class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs for verifying sessions. If `rows`, `scorer` or `transcript` is None, the part of the verdict that needs it is left out.
 
-    Without `renderers`, the recorded tokenizers and families are used.
+    Without `renderers`, the recorded tokenizers and renderer families are used.
     """
 
     rows: RowSource | None = None

@@ -1,4 +1,4 @@
-"""Check that the session's attempt agrees with its settings, its outcome and the feeds.
+"""Check that a session's attempt agrees with the session's settings and outcome, and with the feeds.
 
 At most one attempt at a rollout counts. A superseded attempt, or one with a cancelled session, must not be waiting in a feed.
 """
@@ -36,7 +36,7 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
 
 
 def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], check: VerifyCheck) -> None:
-    """Check that the attempt in the session's settings is registered and matches the outcome. Older sessions have no attempt there."""
+    """Check that the attempt in the session's settings, if any, is registered and matches the outcome. Older sessions have none."""
     named = (session.config.rollout, session.config.attempt)
     if named[0] and not session.config_error:
         registered = [(attempt.rollout, attempt.attempt) for attempt in attempts]
@@ -81,7 +81,7 @@ def _expect_state(session: StoredSession) -> str:
 
 
 def _decode_outcome(session: StoredSession) -> dict[str, Json] | None:
-    """Return the outcome as a JSON object, or None if there is none or it cannot be read. Another check reports the latter."""
+    """Return the outcome as a JSON object, or None if there is none or it cannot be read. Another check reports unreadable outcomes."""
     raw = None if session.related.outcome is None else session.related.outcome.raw
     try:
         stored: Json = json.loads(raw) if isinstance(raw, (bytes, str)) else None

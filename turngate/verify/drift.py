@@ -46,7 +46,7 @@ def check_drift(
     trained: Collection[int],
     results: CheckResults,
 ) -> None:
-    """Check the recorded causes, and collect the session's forks. `trained` are the ids of the branches that have rows."""
+    """Check the recorded causes, and collect the session's forks. `trained` contains the ids of the branches that have rows."""
     with results.check("structure", "cause", "the recorded cause of each fork agrees with the messages") as check:
         for context in session.contexts:
             if messages.is_readable(context):
@@ -313,7 +313,7 @@ def _find_wrong_turn_cause(turn: StoredTurn, *, observed: bool) -> str:
         return (
             ""
             if cause in (None, context.info.cause)
-            else f"its cause is '{cause}', but the cause of its context is '{context.info.cause}'"
+            else f"its cause is {cause!r}, but the cause of its context is {context.info.cause!r}"
         )
     if not earlier and not observed:
         return f"its cause is '{cause}', but it is the first answer"
@@ -335,7 +335,7 @@ class _ForkDescriber:
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
 
     def _count_shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
-        """Return the number of tokens before a fork if a trainer reads them twice, because both branches have rows. Otherwise, return 0."""
+        """Return how many tokens before a fork a trainer reads twice: all of them if both branches have rows, and otherwise 0."""
         through = [leaf for leaf in self._trained if node in path(leaf)]
         beside = [
             leaf
@@ -345,7 +345,7 @@ class _ForkDescriber:
         return tokens if through and beside else 0
 
     def describe_turn(self, turn: StoredTurn) -> ForkReport:
-        """Describe a fork at a turn, which is another answer to the same prompt."""
+        """Describe the fork at a turn that is not the first answer to its prompt."""
         left = max((a for a in turn.parent.children if a.id < turn.id), key=lambda a: a.id)
         same_ids = _common_prefix_size(turn.ids, left.ids)
         prompt = turn.parent.length
@@ -391,7 +391,7 @@ class _ForkDescriber:
         return self._tokenizer.decode(ids.tolist()) if self._tokenizer is not None else " ".join(map(str, ids.tolist()))
 
     def _find_departure(self, context: StoredContext, prompt: Ids) -> tuple[StoredNode | None, int]:
-        """Return the end of the branch that shares the most tokens with a context, and the token at which the context leaves it.
+        """Return the end of the branch that shares the longest prefix with a context, and the token at which the context leaves it.
 
         Only nodes that were recorded before the context are considered.
         """

@@ -100,7 +100,7 @@ def _check_turns(session: StoredSession, events: list[EventData], check: VerifyC
             missing = f"finish {brief(data.get('finish'))}, sampled tokens: {brief(data.get('sampled_tokens'))}"
             check.expect(False, f"event {event.seq} reports turn {brief(node)}, which is not stored ({missing})")
             continue
-        check.expect(node not in seen, f"event {event.seq} reports it a second time", node=node)
+        check.expect(node not in seen, f"event {event.seq} reports this turn a second time", node=node)
         seen.add(node)
         if node in turns:  # otherwise a different check reports the problem
             _check_turn(turns[node], event, data, check)
@@ -132,7 +132,7 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
         whole = sum(turn.info.finish != "abort" for turn in session.turns)
         check.expect(
             data.get("turns") == whole,
-            f"its number of turns that were not aborted is {whole}, but event {event.seq} reports {brief(data.get('turns'))}",
+            f"the number of its turns that were not aborted is {whole}, but event {event.seq} reports {brief(data.get('turns'))}",
         )
 
 
@@ -157,7 +157,7 @@ def _check_superseded(session: StoredSession, events: list[EventData], check: Ve
 def _check_refusals(
     session: StoredSession, refused: list[EventData], repeated: list[EventData], check: VerifyCheck
 ) -> None:
-    """Check that the refused calls, and those repeated successfully, are the ones that events report."""
+    """Check that the refused calls, and the refused calls that were later repeated successfully, are the ones that events report."""
     stored = [(refusal.call, refusal.status, refusal.message) for refusal in session.related.refused]
     told = [(data.get("call"), data.get("status"), data.get("message")) for _, data in refused]
     check.expect(

@@ -91,7 +91,7 @@ def _check_fields(outcome: dict[str, Json], check: VerifyCheck) -> None:
         f"its resolved field is {brief(resolved)}, which is not true, false or null",
     )
     counted = isinstance(attempt, int) and not isinstance(attempt, bool) and 0 <= attempt <= _MAX_ATTEMPT
-    check.expect(counted, f"its attempt is {brief(attempt)}, which is not a valid number")
+    check.expect(counted, f"its attempt is {brief(attempt)}, which is not an integer from 0 to {_MAX_ATTEMPT}")
     for name in _TEXTS:
         check.expect(isinstance(outcome.get(name, ""), str), f"its {name} is {brief(outcome.get(name))}, not text")
 

@@ -1,4 +1,4 @@
-"""Check the recorded excerpts of turns against their text, and the recorded quotations in contexts against their messages."""
+"""Check that each turn contains its recorded excerpts, and that each context quotes the turns that it is recorded as quoting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_quotes(session: StoredSession, messages: NodeMessages, results: CheckR
                 source = turns.get(quoted)
                 check.expect(
                     source is not None and source.id < context.id and _is_quoted(source, context, messages),
-                    f"it is recorded as quoting turn {quoted}, but does not",
+                    f"it is recorded as quoting turn {quoted}, but does not quote it",
                     node=context.id,
                 )
 

@@ -1,8 +1,8 @@
 """Check the stored ids against the stored messages by rendering whole conversations again with the model's chat template.
 
-There are three questions. For every context: are its ids what the template renders for the messages that it adds? For every turn: do its
-ids parse to the message that was recorded and delivered? For every branch: would the template render the whole branch in the same way, and
-if not, why? A difference of this last kind is not an error, because sampled ids are kept unchanged.
+There are three questions. For every context: are its ids what the template renders for its messages? For every turn: do its ids parse to
+the message that was recorded and delivered? For every branch: would the template render the whole branch to the ids that were sent, and if
+not, why not? A difference of this last kind is not an error, because sampled ids are kept unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Renderers:
     """Loads the renderers that sessions were recorded with, each of them once."""
 
     def __init__(self, *, tokenizer: Path | None = None, family: str = "", given: Renderer | None = None) -> None:
-        """Use `tokenizer` and `family` in place of the recorded ones, or use the renderer `given` for all sessions.
+        """`tokenizer` and `family` replace the recorded ones. If `given` is set, it is the renderer of all sessions.
 
         Raise `ConfigError` if `tokenizer` or `family` is invalid.
         """
@@ -50,7 +50,7 @@ class Renderers:
             )
 
     def load(self, session: StoredSession) -> Renderer:
-        """Return the renderer of a session. Raise `ConfigError` if it cannot be loaded."""
+        """Return the renderer of a session. Raise `ConfigError` if it cannot be loaded, or if its tokenizer is not the recorded one."""
         if self._given is not None:
             return self._require_match(self._given, session)
         folder = self._tokenizer or Path(session.folder)
@@ -79,12 +79,12 @@ class Renderers:
 
 
 def _require_family(family: str) -> None:
-    """Raise `ConfigError` if no renderer exists for `family`."""
+    """Raise `ConfigError` if no renderer is available for `family`."""
     if family == "template":
         return
     if find_spec("renderers") is None:
         raise ConfigError(
-            f"family {family!r} needs the `renderers` package, which is not installed; run pip install 'turngate[families]'",
+            f"family {family!r} needs the `renderers` package, which is not installed; run `pip install 'turngate[families]'`",
             param="family",
         )
     from renderers import config_from_name
@@ -115,7 +115,7 @@ def _load_renderer(folder: Path, family: str) -> Renderer:
         return TemplateRenderer(tokenizer)
     if find_spec("renderers") is None:
         raise ConfigError(
-            "the session was rendered by the `renderers` package, which is not installed; run pip install 'turngate[families]'",
+            "the session was rendered by the `renderers` package, which is not installed; run `pip install 'turngate[families]'`",
             param="family",
         )
     from turngate.render.families import FamilyRenderer
@@ -213,9 +213,10 @@ class _RenderCheck:
         return np.array(self._renderer.render(messages, tools, kwargs), np.int32)
 
     def _render_following(self, context: StoredContext, turn: StoredTurn) -> Ids | None:
-        """Render the text that the template writes after a turn, up to the next one. Return None if the turn was not extended.
+        """Render the ids that the template writes after a turn, up to the next turn.
 
-        A mark replaces the end of the turn, so that the position after it can be found in the rendered text.
+        A mark replaces the end of the turn, so that the end can be found in the rendered text. Return None if the turn was not extended, or
+        if its end cannot be found.
         """
         before, new = self._messages.up_to(turn.parent), self._messages.of(context)
         if any(message.role == "assistant" for message in new):
@@ -236,7 +237,7 @@ class _RenderCheck:
         return np.array([*(self._close if closed or self._closes_thinking(turn) else []), *following], np.int32)
 
     def _find_end(self, text: str) -> str | None:
-        """Return the part of the rendered text that begins with the token that closes the marked turn, or None if there is none."""
+        """Return the rendered text from the token that closes the marked turn onwards, or None if no such token follows the mark."""
         start = text.rfind(_MARK)
         ends = [end for i in self._closing_ids if (end := text.find(self._tokenizer.decode(i), start)) >= 0]
         return text[min(ends) :] if start >= 0 and ends else None
@@ -270,9 +271,9 @@ class _RenderCheck:
         tools, kwargs = self._messages.tools(context) or (), self._kwargs(context)
         if not isinstance(self._renderer, TemplateRenderer):
             return self._tokenizer.decode(self._renderer.render(messages, tools, kwargs))
-        when = min((turn.info.started for turn in context.root.children), default=self._session.opened)
-        then = datetime.datetime.fromtimestamp(when)
+        started = min((turn.info.started for turn in context.root.children), default=self._session.opened)
         # A template may print the date, so use the date of the recording.
+        then = _to_date(started) or _to_date(self._session.opened) or datetime.datetime.now()
         return self._renderer.text(messages, tools, {"strftime_now": then.strftime, **kwargs})
 
     def _kwargs(self, context: StoredContext) -> dict[str, Json]:
@@ -362,7 +363,7 @@ class _RenderCheck:
                 return f"its ids parse to the {what} {_shorten(now)}, but {_shorten(was)} is recorded"
         if parsed.reasoning_open != turn.info.reasoning_open and turn.info.finish != "abort":
             return (
-                "it is marked as ending inside thinking, but does not"
+                "it does not end inside thinking, but is marked as if it did"
                 if turn.info.reasoning_open
                 else "it ends inside thinking, but is not marked as such"
             )
@@ -425,7 +426,7 @@ class _RenderCheck:
         end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
         sampled, written = self._tokenizer.decode(turn.ids.tolist()), self._tokenizer.decode(rest[:end])
         if sampled == written:
-            return "sampled ids that the tokenizer would encode differently"
+            return "sampled ids whose text the tokenizer would encode differently"
         if message.reasoning and _collapse_whitespace(message.reasoning) not in _collapse_whitespace(written):
             return "thinking that the template drops was kept"
         if _collapse_whitespace(sampled) == _collapse_whitespace(written):
@@ -447,7 +448,7 @@ class _RenderCheck:
     def _explain_context(self, context: StoredContext, sent: Ids, whole: Ids) -> str:
         ours, theirs = self._tokenizer.decode(sent.tolist()), self._tokenizer.decode(whole.tolist())
         if ours == theirs:
-            return "ids that the tokenizer would encode differently"
+            return "ids whose text the tokenizer would encode differently"
         if _collapse_whitespace(ours) == _collapse_whitespace(theirs):
             return "whitespace"
         if any(message.role == "system" for message in self._messages.of(context)) and context.parent is not None:
@@ -457,8 +458,16 @@ class _RenderCheck:
         return "text that the template writes only at the end of a prompt"
 
 
+def _to_date(seconds: float) -> datetime.datetime | None:
+    """Return a recorded time as a date, or None if it is out of range. Other checks report such a time."""
+    try:
+        return datetime.datetime.fromtimestamp(seconds)
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
 def _mark_end(message: Message) -> Message:
-    """Return the message of a turn with its end replaced by a mark, which can be found in the rendered text."""
+    """Return a message that stands for a turn's message and ends with a mark, which can be found in the rendered text."""
     if not message.tool_calls:
         return Message("assistant", _MARK)
     *others, last = message.tool_calls
@@ -477,7 +486,10 @@ def _starts_with(ids: Ids, prefix: list[int]) -> bool:
 
 
 def _has_calls_as_text(recorded: Message, again: Message) -> bool:
-    """Return whether an earlier version recorded calls whose arguments are not JSON objects. This version parses such calls as text."""
+    """Return whether a turn was recorded with calls that this version of Turngate parses as text.
+
+    The arguments of such calls are not JSON objects. An earlier version recorded them as calls.
+    """
     calls = [call for call in recorded.tool_calls if not _is_object(call.arguments)]
     return bool(calls) and all(call.name in again.content and call.arguments in again.content for call in calls)
 

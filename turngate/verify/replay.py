@@ -43,13 +43,14 @@ def check_replay(
                 continue
             due -= {turn.id for turn in mine}
             spans = [(turn.parent.length, turn.length) for turn in mine]
-            for turn, scores in zip(mine, scorer.score(path_ids(leaf), spans), strict=True):
+            for turn, scores in zip(mine, scorer.score(path_ids(mine[-1]), spans), strict=True):
                 assert turn.logprobs is not None
                 difference = np.abs(scores - turn.logprobs)
                 differences.append(difference)
                 far = np.flatnonzero(~(difference <= tolerance))
                 excerpt = "; ".join(
-                    f"token {turn.parent.length + n} was recorded as {turn.logprobs[n]:.4f}, but scored as {scores[n]:.4f}"
+                    f"the log-probability of token {turn.parent.length + n} is recorded as {turn.logprobs[n]:.4f}, but the engine "
+                    f"computes {scores[n]:.4f}"
                     for n in far[:_MAX_TOKENS_SHOWN].tolist()
                 )
                 more = f" and {len(far) - _MAX_TOKENS_SHOWN} more" if len(far) > _MAX_TOKENS_SHOWN else ""
@@ -83,6 +84,8 @@ def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str
         return "has a log-probability for each of its tokens"
     if np.isnan(scores).any():
         return "has a log-probability for each of its tokens"
+    if (path_ids(turn) < 0).any():
+        return "has a path without negative ids"
     if scorer.any_temperature or (not info.biases and read_temperature(info.sampling) == 1.0):
         return ""
     return f"was sampled without bias at temperature 1, which {scorer.name} requires"

@@ -61,7 +61,7 @@ def offers_tools(context: StoredContext, messages: NodeMessages) -> bool:
 class _Roots:
     """The conversations of a session, one per root, and their roles.
 
-    A *line* is a conversation together with the later ones that continue it. `heads` has the first root of each root's line.
+    A *line* is a conversation together with the later ones that continue it. `heads` maps each root's id to the first root of its line.
     """
 
     def __init__(self, session: StoredSession, messages: NodeMessages) -> None:
@@ -278,7 +278,7 @@ def _split(meanings: bytes) -> Iterable[bytes]:
 
 
 def _resemblance(earlier: StoredContext, root: StoredContext, is_alike: bool) -> int:
-    """Return a score for how likely it is that `root` continues the conversation of `earlier`, given its recorded cause.
+    """Return a score for how likely it is that `root` continues the conversation of `earlier`, given the recorded cause of `root`.
 
     `is_alike` says whether both have the same tools and the same system prompt, or the same tools and no system prompt.
     """

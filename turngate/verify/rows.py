@@ -1,7 +1,7 @@
-"""Check the rows that a trainer receives against the stored nodes.
+"""Compare the rows that a trainer receives with the stored nodes.
 
-The caller passes in the rows, which the gateway's code has built. Independent code derives the same facts from the stored nodes: the
-chain of nodes in each row and the reasons not to train a turn (here), and the role of each turn (`roles.py`).
+The caller passes in the rows, which the gateway's code has built. From the stored nodes, independent code derives what the rows must
+contain: the chain of nodes in each row and the reasons not to train a turn (here), and the role of each turn (`roles.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_rows(
 ) -> dict[int, int]:
     """Check a session's rows. Return the number of trained tokens of each row that a trainer receives, by branch.
 
-    `given` builds the rows. `sound` says whether the checks of the trace have found no errors.
+    `given` builds the rows. `sound` is True if the checks of the trace found no errors.
     """
     names = ("rows", "masks", "once", "reasons", "roles")
     try:
@@ -130,7 +130,11 @@ def _check_chains(
         for row in trained:
             other = whole.get(row.branch)
             equal = other is not None and np.array_equal(row.ids, other.ids) and np.array_equal(row.mask, other.mask)
-            check.expect(equal, "the row sent to a trainer differs from the one that is shown", node=row.branch)
+            check.expect(
+                equal,
+                "the row sent to a trainer differs from its branch's row in the list of all rows",
+                node=row.branch,
+            )
 
 
 def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
@@ -150,7 +154,7 @@ def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
             due.append((node.id, at, at + len(node.ids), info.version_start, info.version_end, runs))
         at += len(node.ids)
     found = [(s.node, s.start, s.end, s.version_start, s.version_end, tuple(s.version_runs)) for s in row.spans]
-    check.expect(found == due, f"its spans are {found}, but its turns are at {due}", node=leaf.id)
+    check.expect(found == due, f"the spans of its row are {found}, but should be {due}", node=leaf.id)
     turns = {node.id: node for node in path(leaf) if isinstance(node, StoredTurn)}
     for span in row.spans:
         recorded = read_temperature(turns[span.node].info.sampling) if span.node in turns else None
@@ -210,7 +214,7 @@ def _check_masks(session: StoredSession, every: Sequence[TrainerRow], results: C
 def _check_trained_once(
     session: StoredSession, role_of: dict[int, str], every: Sequence[TrainerRow], results: CheckResults
 ) -> None:
-    with results.check("rows", "once", "every turn that the policy trains is trained in exactly one row") as check:
+    with results.check("rows", "once", "every turn that should be trained is trained in exactly one row") as check:
         for turn in session.turns:
             count = sum(span.trained for row in every for span in row.spans if span.node == turn.id)
             due = 0 if _reasons_against_training(turn, role_of[turn.id], session) else 1
@@ -244,7 +248,7 @@ def _check_reasons(
 
 
 def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSession) -> list[str]:
-    """Return every reason not to train a turn, worded exactly as by the gateway."""
+    """Return every reason not to train a turn, in exactly the gateway's words."""
     info, policy = turn.info, session.config.policy
     why = [info.fault] if info.fault else []
     if info.capture != "tokens":

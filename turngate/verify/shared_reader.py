@@ -28,7 +28,7 @@ class SharedSessionReader(SessionReader):
             import psycopg
         except ImportError:
             raise ConfigError(
-                'data: a PostgreSQL store needs the extra "postgres"; run: pip install "turngate[postgres]"',
+                "data: a PostgreSQL store needs the extra `postgres`; run `pip install 'turngate[postgres]'`",
                 param="data",
             ) from None
         address = parse_database_url(url)
@@ -39,11 +39,16 @@ class SharedSessionReader(SessionReader):
             connection = psycopg.connect(address.value, autocommit=True, prepare_threshold=None, connect_timeout=10)
         except psycopg.ProgrammingError:  # libpq cannot parse the address; its message may quote the password
             raise ConfigError(
-                f"data: the address of {self._name} is not valid; {ENCODE_HINT}, and use only libpq parameters in the query string",
+                f"data: the address of the shared store {self._name} is not valid; {ENCODE_HINT}, and use only libpq parameters in the "
+                "query string",
                 param="data",
             ) from None
         except psycopg.Error as error:
-            raise ConfigError(f"data: cannot connect to {self._name} ({_one_line(error)})", param="data") from None
+            raise ConfigError(
+                f"data: cannot connect to {self._name} ({_one_line(error)}); check the address, and that PostgreSQL "
+                "accepts connections there",
+                param="data",
+            ) from None
         self._db: Any = _PostgresRows(connection, address.schema)
         try:
             version = self._check_version()
@@ -63,7 +68,7 @@ class SharedSessionReader(SessionReader):
         if version not in SHARED_SCHEMAS:
             raise ConfigError(
                 f"data: {self._name} has schema version {version}, but this version of Turngate supports "
-                f"{SHARED_SCHEMAS[0]} to {SHARED_SCHEMAS[-1]}; use the version that wrote it",
+                f"{SHARED_SCHEMAS[0]} to {SHARED_SCHEMAS[-1]}; use the turngate version that wrote it",
                 param="data",
             )
         return int(version)

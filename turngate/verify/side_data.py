@@ -40,7 +40,7 @@ class RowWithSideData(Protocol):
 
 
 class StoredSideArrays:
-    """The stored side data of a session. `unlisted` are the nodes with side data that no turn lists."""
+    """The stored side data of a session. `unlisted` contains the ids of nodes with side data that no turn lists."""
 
     def __init__(self, session: StoredSession) -> None:
         self._pieces: dict[tuple[object, object], list[StoredSideData]] = {}
@@ -59,12 +59,12 @@ class StoredSideArrays:
     def _join(self, turn: StoredTurn, facts: SideFacts) -> Values | str:
         if facts.dtype not in _TYPES:
             return f"its side data {facts.name} has the unknown type {facts.dtype!r}"
+        shape = "x".join(str(n) for n in facts.shape)
         at, parts, sizes = facts.first, [], []
         start = turn.length - len(turn.ids)  # of the reply, on the path
         for piece in self._pieces.get((turn.id, facts.name), ()):
             if not isinstance(piece.first, int) or piece.first != at or at >= facts.first + facts.count:
                 continue
-            shape = "x".join(str(n) for n in facts.shape)
             if (piece.dtype, piece.shape) != (facts.dtype, shape):
                 stored = f"type {piece.dtype} and shape {piece.shape}"
                 return f"its side data {facts.name} is stored with {stored}, but listed with type {facts.dtype} and shape {shape}"
@@ -78,12 +78,15 @@ class StoredSideArrays:
             sizes.append(found[0])
             parts.append(found[1])
             at += len(found[0])
-        if at != facts.first + facts.count:
+        if not parts or at != facts.first + facts.count:
             return f"it lists side data {facts.name} for {facts.count} tokens, but {at - facts.first} values are stored"
         values = np.concatenate(parts)
         if facts.shape == _LISTS:
             return RaggedArray.from_sizes(np.concatenate(sizes), values)
-        return values.reshape(facts.count, *facts.shape)
+        try:
+            return values.reshape(facts.count, *facts.shape)
+        except ValueError:  # it has negative sizes or too many dimensions
+            return f"its side data {facts.name} has the invalid shape {shape}"
 
 
 def _read_piece(data: object, facts: SideFacts) -> tuple[np.ndarray, np.ndarray] | None:

@@ -1,7 +1,7 @@
 """Read the store with independent code, so that a bug in the gateway's reader cannot hide itself.
 
-This module depends only on the SQLite schema and on the encoding of a node's info. It opens the file read-only, and reads each session in
-one snapshot, even while a gateway is serving the folder.
+This module depends only on the SQLite schema and on the encoding of a node's info. It opens the database read-only, and reads each session
+in one snapshot, even while a gateway is serving the folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SideFacts(msgspec.Struct, frozen=True, array_like=True):
-    """A range of tokens for which a turn stores side data, counted from the start of its reply, and the type and shape of each value."""
+    """A range of tokens for which a turn stores side data, and the type and shape of each value.
+
+    `first` is the first token of the range, counted from the start of the turn's reply.
+    """
 
     name: str
     first: int
@@ -424,10 +427,10 @@ _DELIVERIES = "SELECT number FROM rolled WHERE session=?"
 _OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
 _EVENTS = "SELECT seq, kind, data FROM events WHERE session=? ORDER BY seq"
 _SETTING = "SELECT value FROM settings WHERE name=?"
-_PROGRESS = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
+_PROGRESS = "SELECT count(*), max(id), sum(CASE WHEN delivered=0 THEN 0 ELSE 1 END) FROM nodes WHERE session=?"
 
 
-_NO_WAL = "; if it is a copy, also copy turngate.db-wal from the original folder"
+_NO_WAL = "; if this file is a copy, also copy turngate.db-wal from the original folder"
 
 
 class SessionReader:
@@ -444,7 +447,7 @@ class SessionReader:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in SCHEMAS:
             self._db.close()
-            hint = "; use the version that wrote it" if version else _NO_WAL
+            hint = "; use the turngate version that wrote it" if version else _NO_WAL
             raise ConfigError(
                 f"data: {file} has schema version {version}, but this version of Turngate supports "
                 f"{SCHEMAS[0]} to {SCHEMAS[-1]}{hint}",
@@ -467,7 +470,8 @@ class SessionReader:
     def session_ids(self, *, sealed: bool = False) -> list[str]:
         """Return the ids of all sessions, newest first. With `sealed`, open sessions are omitted."""
         where = " WHERE status != 'open'" if sealed else ""
-        found = self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")
+        with self._snapshot():
+            found = self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC").fetchall()
         return [str(row[0]) for row in found]  # an id that is not text matches no session, which is reported later
 
     def resolve_id(self, wanted: str) -> str:
@@ -530,7 +534,7 @@ class SessionReader:
         return tuple(state) != (
             len(rows),
             rows[-1].id if rows else None,
-            sum(r.delivered for r in rows) if rows else None,
+            sum(r.delivered != 0 for r in rows) if rows else None,
         )
 
     @contextmanager
@@ -582,6 +586,9 @@ def _open_database(file: Path) -> sqlite3.Connection:
         except sqlite3.DatabaseError as error:
             db.close()
             raise ConfigError(f"data: {file} cannot be read ({error})", param="data") from None
+        except UnicodeDecodeError:  # SQLite's error message contains damaged text
+            db.close()
+            raise ConfigError(f"data: {file} cannot be read (its schema is damaged)", param="data") from None
         return db
     hint = _NO_WAL if "no such table" in str(last) else ""
     raise ConfigError(f"data: {file} cannot be read ({last}){hint}", param="data")

@@ -11,7 +11,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from turngate.types import Json
+from turngate.types import LOGPROB_TOLERANCE, Json
 from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.messages import NodeMessages
 from turngate.verify.store_reader import DECODE_ERRORS, StoredContext, StoredSession, StoredTurn, path
@@ -35,7 +35,6 @@ _AFTER_REASONING = " after reasoning"
 _SHAPES = ("json_object", "json_schema", "tools", "tool")
 _OBSERVED = "the endpoint's own sampling"
 _CLOCK_SLACK_S = 0.05  # the clock may have been set back by up to this much
-_LOGPROB_SLACK = 1e-4  # rounding may raise a log-probability of 0 slightly above 0
 
 
 def check_structure(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
@@ -107,7 +106,7 @@ def _check_duplicates(session: StoredSession, results: CheckResults) -> None:
 def _call_ids(turn: StoredTurn) -> list[str]:
     try:
         message = msgspec.json.decode(turn.row.messages)
-        return [call["id"] for call in message.get("tool_calls", ())]
+        return [call["id"] for call in message.get("tool_calls", ()) if isinstance(call["id"], str)]
     except (*DECODE_ERRORS, AttributeError, KeyError):
         return []  # reported by the messages check
 
@@ -137,7 +136,7 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
                 node=turn.id,
             )
             known = scores[~np.isnan(scores)]
-            fine = not len(known) or (bool(np.isfinite(known).all()) and float(known.max()) <= _LOGPROB_SLACK)
+            fine = not len(known) or (bool(np.isfinite(known).all()) and float(known.max()) <= LOGPROB_TOLERANCE)
             check.expect(fine, "one of its log-probabilities is above 0 or infinite", node=turn.id)
         for node in session.nodes:
             check.expect(not len(node.ids) or int(node.ids.min()) >= 0, "one of its ids is negative", node=node.id)
@@ -222,7 +221,7 @@ def _check_sampling(session: StoredSession, results: CheckResults) -> None:
             try:
                 used = {**_NEUTRAL, **(msgspec.json.decode(turn.info.sampling) if turn.info.sampling else {})}
             except DECODE_ERRORS:
-                check.expect(False, "its sampling cannot be read", node=turn.id)
+                check.expect(False, "its sampling parameters cannot be read", node=turn.id)
                 continue
             due = {name for name, value in used.items() if name not in _FREE and value != _NEUTRAL.get(name)}
             due |= {"greedy"} if used["temperature"] == 0 else set()
@@ -242,7 +241,7 @@ def _check_sampling(session: StoredSession, results: CheckResults) -> None:
                 check.expect(kept, "it was not sampled with the values pinned by the session", node=turn.id)
                 free = session.config.bias != "neutral" or due <= {*pinned, "greedy"}
                 check.expect(
-                    free, f"the agent set {_join_names(due)}, but the session only allows neutral values", node=turn.id
+                    free, f"the agent set {_join_names(due)}, but the session allows only neutral values", node=turn.id
                 )
 
 
@@ -411,7 +410,8 @@ def _check_signals(session: StoredSession, messages: NodeMessages, results: Chec
                 earlier = bool(fitting) and fitting[0] <= first
                 check.expect(
                     earlier,
-                    f"its messages and tools match the rule for {config.rules[first].role}, which is not recorded",
+                    f"its messages and tools match the rule for role {config.rules[first].role}, but its recorded signals do not follow "
+                    "from that rule",
                     node=context.id,
                 )
 

@@ -77,13 +77,22 @@ def check_turn_rewards(session: StoredSession, results: CheckResults) -> None:
             return
         check.expect(not rewards or is_finite(reward), "turns have rewards, but the rollout has none")
         sound = [_check_reward(one, n, turns, check) for n, one in enumerate(rewards)]
-        parts = [one["value"] for one in rewards if isinstance(one, dict) and one.get("kind") == "part"]
-        if parts and all(sound) and is_finite(reward):
-            total = math.fsum(parts)
+        if not all(sound):
+            return
+        parts = [one["value"] for one in rewards if one["kind"] == "part"]
+        if parts and is_finite(reward):
+            total = _add_up(parts)
             check.expect(
                 abs(total - reward) <= _TOLERANCE * max(1.0, abs(reward)),
                 f"rewards of kind part add up to {total:.9g}, but the rollout's reward is {reward:.9g}",
             )
+
+
+def _add_up(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def _check_reward(one: Json, n: int, turns: dict[int, StoredTurn], check: VerifyCheck) -> bool:
@@ -130,7 +139,7 @@ def check_row_rewards(session: StoredSession, every: Sequence[RowWithRewards], r
     with results.check(
         "rows", "turn rewards", "every turn reward is at the tokens that it belongs to, in the row that trains them"
     ) as check:
-        if not isinstance(rewards, list) or not all(isinstance(one, dict) for one in rewards):
+        if not _are_valid(rewards, session):
             check.skip("the stored turn rewards are not valid")
             return
         for row in every:
@@ -141,6 +150,12 @@ def check_row_rewards(session: StoredSession, every: Sequence[RowWithRewards], r
                 check.expect(
                     sorted(found) == sorted(due), f"its row has the turn rewards {found}, not {due}", node=row.branch
                 )
+
+
+def _are_valid(rewards: Json, session: StoredSession) -> bool:
+    turns = {turn.id: turn for turn in session.turns}
+    check = VerifyCheck("structure", "turn rewards")  # its findings are already in the results
+    return isinstance(rewards, list) and all(_check_reward(one, n, turns, check) for n, one in enumerate(rewards))
 
 
 def _list_due(

@@ -19,7 +19,7 @@ from turngate.errors import BadRequest
 from turngate.trace.roles import OWN_ROLES, TurnRole
 from turngate.trace.sample import TrainingPolicy, find_exclusion, untrainable_reason
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, SideRange
-from turngate.types import NO_IDS, Capture, Finish, Json, decode_array
+from turngate.types import LOGPROB_TOLERANCE, NO_IDS, Capture, Finish, Json, decode_array
 
 _CHAT = "chat"
 _decoder = msgspec.json.Decoder(DecodedTrace, dec_hook=decode_array)
@@ -187,8 +187,8 @@ def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy, excluded: str
 
 
 def _is_logprob(value: float) -> bool:
-    """Return whether a value is a valid log-probability: a finite number of at most 0."""
-    return math.isfinite(value) and value <= 0
+    """Return whether a value is a valid log-probability: a finite number that rounding may have raised slightly above 0."""
+    return math.isfinite(value) and value <= LOGPROB_TOLERANCE
 
 
 def _to_sampled(turn: TraceTurn) -> Sampled:

@@ -39,7 +39,7 @@ def _training_turn(trace: TraceView, turn: TurnView) -> dict[str, Json]:
     prompt = trace.prompt(turn)
     if not prompt:
         raise Conflict(
-            f"turn {turn.id} cannot be trained, because the ids of its prompt are missing ({turn.untrained or 'captured without ids'})"
+            f"turn {turn.id} cannot be converted, because the ids of its prompt are missing ({turn.untrained or 'captured without ids'})"
         )
     # The format requires a log-probability for each sampled token. Without them, the sampled ids go into the metadata instead.
     scored = turn.logprobs is not None
@@ -69,7 +69,7 @@ def _training_turn(trace: TraceView, turn: TurnView) -> dict[str, Json]:
         "node_id": str(turn.id),
         "prompt_token_ids": prompt,
         "completion_token_ids": completion,
-        "per_token_logps": turn.logprobs or [],
+        "per_token_logps": [min(value, 0.0) for value in turn.logprobs or []],  # rounding may raise a value above 0
         "loss_mask": [0] * len(prompt) + [trained] * len(completion),
         "request": {"messages": trace.messages(turn), "tools": trace.tools(turn) or None},
         "response": {"choices": [{"message": turn.message, "finish_reason": turn.finish}]},
