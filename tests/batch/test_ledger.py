@@ -28,6 +28,7 @@ from turngate.rollout.ledger import (
     LedgerHeader,
     read_ledger,
 )
+from turngate.rollout.results import read_outcome
 
 HEAD = LedgerHeader(batch="b", terms={"n": "2"}, tasks={"t": "1"}, made=1.0)
 
@@ -241,3 +242,11 @@ async def test_partial_write_is_rolled_back(limit: int, tmp_path: Path) -> None:
     await ledger.close()
     data = (tmp_path / LEDGER_NAME).read_bytes()
     assert data.endswith(b"}\n") and len(read_ledger(tmp_path).open) == n
+
+
+def test_incomplete_outcome_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts" / "s" / "outcome.json"
+    file.parent.mkdir(parents=True)
+    for content in (b"", b'{"kind": "graded", "rewa'):
+        file.write_bytes(content)
+        assert read_outcome(tmp_path, "s") is None

@@ -7,6 +7,7 @@ import gc
 import random
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -294,6 +295,21 @@ async def test_lease_expiry_mid_answer_fails_call(gate: Gate) -> None:
         await agent
     with pytest.raises(Gone, match="in the middle of the answer"):
         await call.finish()
+
+
+async def test_lease_and_silence_that_end_together_are_one_error() -> None:
+    gate = Gate(silence_s=0.05)
+    gate.attach(vocabulary=10, version=lambda: 3)
+    await gate.start()
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate, lease_s=0.05)
+    await call.send([4], [-1])
+    time.sleep(0.2)  # both deadlines pass before the loop runs again
+    with pytest.raises(EngineUnavailable, match="stopped responding in the middle"):
+        await agent
+    with pytest.raises(Gone, match="its lease expired in the middle of the answer"):
+        await call.finish()
+    await gate.close()
 
 
 async def test_returned_call_is_taken_next(gate: Gate) -> None:

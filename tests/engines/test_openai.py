@@ -25,6 +25,7 @@ from tests.speed import scaled
 from turngate.dialects.chat import ChatHistory
 from turngate.engines.base import RelayChunk, RelayRequest
 from turngate.engines.observe.openai import OpenAIRelay
+from turngate.engines.observe.translate import read_messages
 from turngate.errors import (
     BadRequest,
     ContextOverflow,
@@ -449,6 +450,17 @@ OK = answer_stream(event(part({"content": "ok"}, "stop")), DONE)
 
 def make_relay(url: str) -> OpenAIRelay:
     return OpenAIRelay(url, "sk-secret")
+
+
+async def test_repeated_call_ids_are_made_unique() -> None:
+    ids = ("a", "a_2", "a", "a", "a_3")  # `a_2` is also what the second `a` would be renamed to
+    asked = [Message("assistant", tool_calls=(ToolCall(one, "bash", "{}"),)) for one in ids]
+    results = [Message("tool", "out", tool_call_id=one) for one in ids]
+    pairs = [message for pair in zip(asked, results, strict=True) for message in pair]
+    translated = [entry.message for entry in read_messages(RelayRequest(call=foreign_call(*pairs)))]
+    sent = [message.tool_calls[0].id for message in translated[::2]]
+    assert len(set(sent)) == len(ids)
+    assert [message.tool_call_id for message in translated[1::2]] == sent
 
 
 async def test_foreign_dialect_is_translated() -> None:

@@ -250,14 +250,16 @@ def test_side_data_is_decoded_without_a_copy() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"logprobs": np.array([-1.0, np.nan], "<f4").tobytes()}, "has no log-probability"),
+        ({"logprobs": np.array([-1.0, np.nan], "<f4").tobytes()}, "has a missing or non-finite log-probability"),
         ({"logprobs": b"\0" * 4}, "log-probabilities .* does not match the number of tokens in the row's spans"),
+        ({"logprobs": b"\0" * 9}, "the log-probabilities have 9 bytes, which is not a multiple of 4"),
+        ({"ids": b"\0" * 15}, "the token ids have 15 bytes, which is not a multiple of 4"),
         ({"mask": b""}, "the mask has 0 bytes, but 4 tokens need 1, with one bit per token"),
         ({"mask": np.packbits([0, 1, 1, 1]).tobytes()}, "mask does not match the trained turns"),
         ({"spans": ()}, "log-probabilities .* does not match the number of tokens in the row's spans"),
         (
             {"ids": np.arange(3, dtype="<i4").tobytes()},
-            "a turn spans tokens 2 to 4, but the row's length in tokens is 3",
+            "a turn spans tokens 2 to 4, but the row has 3 tokens",
         ),
         ({"spans": (RowSpan(2, 2, 4, "main", True, "", 3, 5, ((3, 1), (5, 2))),)}, "versions of turn 2 do not cover"),
         ({"advantage": None}, "no advantage"),

@@ -336,6 +336,20 @@ async def test_mark_of_deleted_feed_is_rejected(tmp_path: Path) -> None:
             await Feed.open(t.client, "f", config, after=1, mark=feed.mark)
 
 
+async def test_feed_recreated_while_it_is_opened_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training() as t:
+        take_over = t.client.take_over_feed
+
+        async def recreate(*arguments: Any) -> str:
+            await t.client.delete_feed("f")
+            await t.client.open_feed("f", PLAIN)
+            return await take_over(*arguments)
+
+        monkeypatch.setattr(t.client, "take_over_feed", recreate)
+        with pytest.raises(TakenOver, match="deleted and recreated while it was being opened"):
+            await Feed.open(t.client, "f", PLAIN)
+
+
 async def test_feed_waits_for_gateway_restart(tmp_path: Path) -> None:
     config = FeedConfig(n=2, advantage="none")
     async with training(tmp_path) as t:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.speed import scaled
 from tests.tasks.test_archive import describe_folder, load_host_task, write_files
 from turngate.agents.installation import Installation
 from turngate.agents.launch import ModelLimits
@@ -294,8 +295,11 @@ async def test_machine_lacks_the_module_of_a_grader(tmp_path: Path) -> None:
     ("sandbox", "message"),
     [
         ({"name": "vm"}, "sandbox must be one of"),
-        ({"name": "docker", "settings": {"imag": "x"}}, "sandbox docker has no setting 'imag'; it has: image"),
-        ({"name": "local", "settings": {"root": "/"}}, "sandbox local has no setting 'root'; it has: none"),
+        (
+            {"name": "docker", "settings": {"imag": "x"}},
+            "sandbox docker has no setting 'imag'; available settings: image",
+        ),
+        ({"name": "local", "settings": {"root": "/"}}, "sandbox local has no setting 'root'; available settings: none"),
     ],
 )
 async def test_unknown_sandbox_is_refused(tmp_path: Path, sandbox: dict[str, Any], message: str) -> None:
@@ -317,6 +321,24 @@ async def test_archive_is_fetched_once_and_again_if_it_is_damaged(tmp_path: Path
     alone = MachineResolver(tmp_path, ArchiveCache(tmp_path / "empty"), environment={"API_KEY": ""}, install=install)
     with pytest.raises(ArchiveError, match="is not on this machine, and there is no machine to fetch it from"):
         await alone.resolve(order)
+
+
+async def test_repeated_call_fails_with_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path / "node"))
+    packed = ArchiveCache(tmp_path / "own").store(
+        Task(id="t", instruction="x", files=write_files(tmp_path / "files", {"a": "x"}))
+    )
+    order = encode_order(msgspec.structs.replace(make_order(), task=packed))
+    runner = RunnerSettings(shared="", name="node", folder=str(tmp_path / "cell"), sandbox="local")
+    actor = CellActor(msgspec.json.encode(runner))
+    sent = asyncio.get_running_loop().create_future()
+    calls = [asyncio.create_task(actor.run(order, [sent])) for _ in range(2)]
+    await asyncio.sleep(0)
+    sent.set_exception(OSError("the archive was lost"))
+    async with asyncio.timeout(scaled(5)):
+        for call in calls:
+            with pytest.raises(OSError, match="the archive was lost"):
+                await call
 
 
 async def test_orders_of_one_project_do_not_open_archives_of_another(

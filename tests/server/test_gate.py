@@ -21,6 +21,7 @@ from tests.sdk_agents import DIALECTS, agent
 from tests.speed import scaled
 from tests.verify.kit import verify_all
 from turngate.client import gate as gate_client
+from turngate.client import retry
 from turngate.client.gate import RemoteGate
 from turngate.client.gate_protocol import CallAnswer, LeasedCalls, TakeCalls
 from turngate.client.gateway import GatewayClient
@@ -461,6 +462,13 @@ async def test_remote_gate_reports_wrong_key_and_engine() -> None:
     async with gateway() as g, remote(g) as remote_gate:
         with pytest.raises(ConfigError, match="--engine gate"):
             await remote_gate.take()
+
+
+async def test_take_returns_in_time_if_gateway_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "PAUSES_S", (3600.0,))
+    async with GatewayClient("http://127.0.0.1:9", "key") as client, RemoteGate(client) as remote_gate:
+        async with asyncio.timeout(scaled(20)):
+            assert await remote_gate.take(wait_s=0.2) == []
 
 
 async def test_closing_remote_gate_releases_its_calls() -> None:

@@ -78,6 +78,7 @@ async def test_second_registration_conflicts() -> None:
         ({"model": "m", "max_seq_len": "long"}, "max_seq_len"),
         ({"model": "m", "sampling_params": []}, "sampling_params"),
         ({"model": "m", "sampling_params": {"temperature": "hot"}}, "sampling_params"),
+        ({"model": "m", "sampling_params": {"max_tokens": True}}, "sampling_params"),
         ([], "array"),
     ],
 )
@@ -162,10 +163,11 @@ async def test_registered_sampling_overrides_agent() -> None:
         assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 1.0, 1)
 
 
-async def test_registered_max_tokens_overrides_agent() -> None:
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, {"max_tokens": None, "max_completion_tokens": 3}])
+async def test_registered_max_tokens_overrides_agent(params: dict[str, Any]) -> None:
     """`max_tokens` is one of prime-rl's sampling parameters, and the trainer's value wins."""
     async with gateway([say("One two three four five six.")]) as g:
-        rollout = await register(g, sampling_params={"max_tokens": 3})
+        rollout = await register(g, sampling_params=params)
         reply = await chat(g, rollout, max_tokens=1000)
         assert reply.usage.completion_tokens == 3 and reply.choices[0].finish_reason == "length"
 

@@ -112,6 +112,8 @@ def test_at_most_one_attempt_counts(
     [
         ([(OPEN, 1)], 1, "attempt 1 of rollout 'r' already has session 's1'; open attempt 2"),
         ([(GIVE_UP, 1)], 1, "attempt 1 of rollout 'r' was superseded; open attempt 2"),
+        ([(OPEN, 1), (OPEN, 5), (GIVE_UP, 3)], 3, "attempt 3 of rollout 'r' was superseded; open attempt 6"),
+        ([(OPEN, 1), (OPEN, 5)], 1, "attempt 1 of rollout 'r' was superseded; open attempt 6"),
         ([(OPEN, 2)], 1, "attempt 1 of rollout 'r' was superseded by attempt 2"),
         ([(OPEN, 1), (GRADED, 1)], 2, "rollout 'r' already has an outcome, recorded by attempt 1; do not run it again"),
     ],

@@ -47,7 +47,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def token_versions(self) -> np.ndarray:
         """Return the policy version that sampled each token, as int64. It is -1 for tokens that were not sampled.
 
-        It is also -1 for the tokens of a turn during which the weights changed, if the engine did not report at which token.
+        It is also -1 for the tokens of a turn during which the weights changed, if the engine did not report at which token they changed.
         """
         return list_token_versions(len(self.ids), self.spans)
 
@@ -73,7 +73,7 @@ class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
 class DeliveredTree(msgspec.Struct, frozen=True, eq=False):
     """Rows of a group as a tree, in which tokens that several rows share, such as the task's prompt, are stored once.
 
-    The ids and side data share the memory of the delivery.
+    The ids and side data share the memory of the encoded delivery.
     """
 
     tree: PrefixTree
@@ -132,7 +132,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     trees: tuple[DeliveredTree, ...] = ()
 
     def rows(self) -> list[Row]:
-        """Return all rows of the delivery. Rows of trees are copied, in the order of the trees."""
+        """Return all rows of the delivery. Rows of trees are returned in the order of the trees, as copies."""
         rows = [row for rolled in self.rollouts for row in rolled.rows]
         return rows + [row for tree in self.trees for row in tree.rebuild_rows()]
 
@@ -179,6 +179,9 @@ def _decode_rollout(wire: WireRollout) -> DeliveredRollout:
 def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     """Decode and validate a row, so that trainers do not have to."""
     where = f"session {rolled.session}, branch {wire.branch}"
+    for name, data in (("token ids", wire.ids), ("log-probabilities", wire.logprobs)):
+        if len(data) % 4:
+            raise DamagedDelivery(f"{where}: the {name} have {len(data)} bytes, which is not a multiple of 4")
     ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
     if len(wire.mask) != -(-len(ids) // 8):
         raise DamagedDelivery(
@@ -196,7 +199,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     for span in wire.spans:
         if not 0 <= span.start <= span.end <= len(ids):
             raise DamagedDelivery(
-                f"{where}: a turn spans tokens {span.start} to {span.end}, but the row's length in tokens is {len(ids)}"
+                f"{where}: a turn spans tokens {span.start} to {span.end}, but the row has {len(ids)} tokens"
             )
         if span.version_runs and sum(tokens for _, tokens in span.version_runs) != span.end - span.start:
             raise DamagedDelivery(f"{where}: the policy versions of turn {span.node} do not cover its tokens exactly")
@@ -206,7 +209,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     if not np.array_equal(mask, trained):
         raise DamagedDelivery(f"{where}: the mask does not match the trained turns")
     if not np.isfinite(logprobs[mask]).all():
-        raise DamagedDelivery(f"{where}: a trained token has no log-probability")
+        raise DamagedDelivery(f"{where}: a trained token has a missing or non-finite log-probability")
     _check_turn_values(wire, len(ids), len(wire.spans), where)
     assert rolled.advantage is not None
     return Row(
@@ -224,7 +227,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
 
 
 def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
-    """Decode and validate side data. The values share the memory of the delivery and are read-only."""
+    """Decode and validate side data. The values share the memory of the encoded delivery and are read-only."""
     if wire.dtype not in DTYPES:
         raise DamagedDelivery(f"{where}: {wire.name} has the unknown type {wire.dtype!r}")
     edges = [0, *(edge for span in wire.spans for edge in span), tokens]
@@ -245,7 +248,7 @@ def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
 
 
 def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> DeliveredTree:
-    """Decode and validate a tree. The ids and side data share the memory of the delivery and are read-only."""
+    """Decode and validate a tree. The ids and side data share the memory of the encoded delivery and are read-only."""
     where = f"group {delivery.group}, tree {number}"
     segments: list[Segment] = []
     start = 0
@@ -319,7 +322,7 @@ def _decode_tree_row(wire: WireTreeRow, path: Sequence[Segment], delivery: WireD
     tokens = path[-1].position + path[-1].end - path[-1].start
     if any(not 0 <= span.start == span.end <= tokens for span in wire.empty_turns):
         raise DamagedDelivery(
-            f"{where}: the span of a turn without tokens is not empty, or is outside the row, whose length in tokens is {tokens}"
+            f"{where}: the span of a turn without tokens is not empty, or is outside the row, which has {tokens} tokens"
         )
     turns = len({part.turn.node for part in path if part.turn is not None}) + len(wire.empty_turns)
     _check_turn_values(wire, tokens, turns, where)
@@ -335,7 +338,7 @@ def _decode_tree_row(wire: WireTreeRow, path: Sequence[Segment], delivery: WireD
 def _check_turn_values(wire: WireRow | WireTreeRow, tokens: int, turns: int, where: str) -> None:
     if any(not 0 <= reward.start < reward.end <= tokens for reward in wire.turn_rewards):
         raise DamagedDelivery(
-            f"{where}: the span of a turn reward is empty or outside the row, whose length in tokens is {tokens}"
+            f"{where}: the span of a turn reward is empty or outside the row, which has {tokens} tokens"
         )
     if wire.turn_advantages and len(wire.turn_advantages) != turns:
         raise DamagedDelivery(

@@ -9,9 +9,10 @@
     with BlockingFeed(url, key, "math", FeedConfig(n=8)) as feed:      # for synchronous code
         for delivery in feed: …
 
-A restarted trainer continues after the last number it committed, or after the number in its own checkpoint (`after=`). Pass the feed's mark
-(`mark=`) with that number: if a different feed now has the same name, opening it raises `OtherFeed`. The client waits while the gateway
-restarts. If a second trainer opens the same feed, it takes over the feed, and the first trainer gets `TakenOver`.
+A restarted trainer continues after the last delivery number it committed, or after the number in its own checkpoint (`after=`). With that
+number, also pass the feed's mark from the checkpoint (`mark=`): if a different feed now has the same name, opening the feed raises
+`OtherFeed`. The client waits while the gateway restarts. If a second trainer opens the same feed, it takes over the feed, and the first
+trainer gets `TakenOver`.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ class TakenOver(TurngateError):
 
 
 class OtherFeed(TurngateError):
-    """The feed with this name is not the feed in the checkpoint, so the checkpoint's delivery numbers do not apply to it."""
+    """No feed has both this name and the mark in the checkpoint, so the checkpoint's delivery numbers do not apply."""
 
     status = 409
     kind = "feed_is_another"
 
 
 class DeliveryTeacher(Protocol):
-    """Adds the scores of a teacher to deliveries (`turngate.trainers.teacher.FeedTeacher`)."""
+    """Adds the scores of a teacher to deliveries, as `turngate.trainers.teacher.FeedTeacher` does."""
 
     async def score(self, delivery: Delivery) -> Delivery:
         """Return the delivery with scores. Raise an error if the teacher fails; the call can be repeated."""
@@ -147,10 +148,14 @@ class Feed(AbstractAsyncContextManager["Feed"]):
                 current = ""
             _check_mark(name, mark, current)
         opened = (await _retry(lambda: gateway.open_feed(name, config))).mark
-        _check_mark(name, mark or opened, opened)
+        if mark:
+            _check_mark(name, mark, opened)
         reader = await _retry_as_reader(lambda: gateway.take_over_feed(name, after, mark))
         view = await _retry_as_reader(lambda: gateway.show_feed(name))
-        _check_mark(name, opened, view.mark)
+        if mark:
+            _check_mark(name, mark, view.mark)
+        elif remove_history(opened) != remove_history(view.mark):
+            raise TakenOver(f"feed {name}: it was deleted and recreated while it was being opened; open it again")
         after = view.committed if after is None else after
         return cls(gateway, name, config, view.mark, reader, view.committed, after, limit, teacher, form)
 
@@ -204,11 +209,11 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     async def report_mismatch(
         self, number: int, version: int, rows: Sequence[Row], logprobs: Sequence[np.ndarray]
     ) -> tuple[MismatchAlarm, ...]:
-        """Report the log-probabilities that the trainer computed, and return the resulting alarms.
+        """Report the log-probabilities that the trainer computed, and return the resulting alarms. Only statistics are sent.
 
-        `logprobs` contains one array for each row, with one value for each trained token (where `row.mask` is set). Compute the values
-        with the weights of policy version `version`, before the update. `number` is the last delivery of the update. Only statistics
-        are sent.
+        Call this once per update, before the weights change. `logprobs` contains one array for each row, with one value for each
+        trained token (where `row.mask` is set), computed with the weights of policy version `version`. `number` is the number of the
+        last delivery that the update trains on.
         """
         if len(rows) != len(logprobs):
             raise BadRequest(
@@ -221,7 +226,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return await self.report_lags(number, version, meter.summarize())
 
     async def report_lags(self, number: int, version: int, lags: tuple[LagMismatch, ...]) -> tuple[MismatchAlarm, ...]:
-        """Like `report_mismatch`, but send statistics that the caller has computed. If `lags` is empty, nothing is sent."""
+        """Like `report_mismatch`, but for statistics that the caller has already computed. If `lags` is empty, nothing is sent."""
         if not lags:
             return ()
         report = MismatchReport(reader=self._reader, number=number, version=version, lags=lags, id=uuid.uuid4().hex)
@@ -440,5 +445,5 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
 
 
 def _shorten_traceback(error: TurngateError) -> TurngateError:
-    """Remove the frames of the feed's thread from an error. The message says what to do, and the caller's frames say where."""
+    """Remove the frames of the feed's thread from an error, so that the traceback shows mainly the caller's own code."""
     return error.with_traceback(None)

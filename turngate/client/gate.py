@@ -97,7 +97,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                     ) from None
                 raise
             except GatewayUnreachable:
-                await backoff.pause()
+                await backoff.pause(None if end is None else max(0.0, end - loop.time()))
             if end is not None and loop.time() >= end:
                 return []
         return []

@@ -1,4 +1,4 @@
-"""The dialects: conversion between wire formats and our types. To add a dialect, write a module for it and list its class in `DIALECTS`."""
+"""The dialects: conversion between wire formats and our types. To add a dialect, write its module and add an instance to `DIALECTS`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,26 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
-    """Decode a JSON list of messages from the store. `dialect` names the dialect in which they arrived."""
-    history = _by_name[dialect].read_stored_history([bytes(item) for item in _raws.decode(raw)])
+    """Decode a JSON list of messages from the store. Raise BadRequest if the messages or the dialect are invalid.
+
+    `dialect` names the dialect in which they arrived.
+    """
+    history = _find(dialect).read_stored_history([bytes(item) for item in _raws.decode(raw)])
     return [message for index in range(len(history.raws)) for message in history.decode(index)]
 
 
 def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
-    """Decode tools from the store. `dialect` names the dialect in which they arrived. Raise BadRequest if the tools are invalid."""
-    if raw in (b"", b"[]"):
-        return ()
+    """Decode tools from the store. Raise BadRequest if the tools or the dialect are invalid.
+
+    `dialect` names the dialect in which they arrived.
+    """
+    return () if raw in (b"", b"[]") else _find(dialect).read_stored_tools(raw).decode()
+
+
+def _find(dialect: str) -> Dialect:
     if dialect not in _by_name:
         raise BadRequest(f"unknown dialect {dialect!r} (available: {', '.join(_by_name)})")
-    return _by_name[dialect].read_stored_tools(raw).decode()
+    return _by_name[dialect]
 
 
 __all__ = [

@@ -159,8 +159,8 @@ class Gate:
                 if ticket.sent:
                     ticket.push(EngineUnavailable("the trainer stopped responding in the middle of this answer"))
                     self._end(ticket, "its lease expired in the middle of the answer")
-                else:
-                    self._requeue(ticket)
+                    return
+                self._requeue(ticket)
             if self._silence_s is not None and now >= ticket.last_event_at + self._silence_s:
                 problem = (
                     "the trainer took this call but sent nothing for"

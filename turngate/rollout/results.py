@@ -108,7 +108,10 @@ class BatchResults:
     async def postpone(
         self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
     ) -> FinishedRollout:
-        """Write to the ledger that a rollout is done but not yet recorded at the gateway, and return it. Resuming the batch records it."""
+        """Write to the ledger that a rollout is done but not yet recorded at the gateway, and return the rollout.
+
+        Resuming the batch records the outcome.
+        """
         await self.save_outcome(started.session, outcome)
         finished = build_finished(item, started, outcome, verdict)
         await self.ledger.add(
@@ -268,7 +271,7 @@ def read_outcome(folder: Path, session: str) -> Outcome | None:
     """Read the full outcome of a finished rollout from its batch's folder, or return None if the file cannot be read."""
     try:
         return msgspec.json.decode((folder / "rollouts" / session / _OUTCOME).read_bytes(), type=Outcome)
-    except OSError:
+    except (OSError, msgspec.DecodeError):  # missing, or incomplete because the disk was full
         return None
 
 

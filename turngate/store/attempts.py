@@ -4,8 +4,8 @@
        │ ─────► failed        an infrastructure fault, or cancelled; a further attempt can be opened
        └──────► superseded    given up, or replaced by a newer attempt; its outcome is stored but never counts
 
-At most one attempt of a rollout is ever settled. To ensure this, each function writes to an attempt's row before it reads the attempt's
-state. The write locks the row, so two concurrent transactions never act on the same state.
+At most one attempt of a rollout is ever settled. To ensure this, a transaction that changes an attempt writes to the attempt's row before
+it reads the attempt's state. The write locks the row, so two concurrent transactions never act on the same state.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class AttemptTable:
 
         `session` is the id that was chosen for the attempt's session. An attempt that was never opened is registered with this id. If a
         session with this id was opened without naming its rollout, that session's attempt is superseded too. If the returned attempt is
-        `superseded`, its outcome does not count. Raise `Gone` if the attempt's outcome counts, but was removed with its old session.
+        `superseded`, its outcome does not count. Raise `Gone` if the attempt's outcome counts, but was removed together with its session.
         """
         now = time.time()
         with self._writing() as db:
@@ -188,11 +188,12 @@ def register_attempt(
     if not added:
         query = "SELECT session, state FROM attempts WHERE rollout=? AND attempt=?"
         known_as, state = db.execute(query, (rollout, attempt)).fetchone()
+        newest = db.execute("SELECT MAX(attempt) FROM attempts WHERE rollout=?", (rollout,)).fetchone()[0]
         if state == "superseded":
-            raise Conflict(f"{which} was superseded; open attempt {attempt + 1}", param="attempt")
+            raise Conflict(f"{which} was superseded; open attempt {newest + 1}", param="attempt")
         if state == "settled" and not known_as:
             raise Conflict(f"{which} {_PRUNED}", param="attempt")
-        raise Conflict(f"{which} already has session {known_as!r}; open attempt {attempt + 1}", param="attempt")
+        raise Conflict(f"{which} already has session {known_as!r}; open attempt {newest + 1}", param="attempt")
     supersede_attempts(db, "rollout=? AND attempt<? AND state!='settled'", (rollout, attempt))
     query = (
         "SELECT attempt, state FROM attempts WHERE rollout=? AND (attempt>? OR state='settled') ORDER BY attempt DESC"
@@ -238,7 +239,10 @@ def find_rollout(db: StoreConnection, session: str) -> str:
 
 
 def supersede_attempts(db: StoreConnection, where: str, values: Sequence[object]) -> None:
-    """Mark the attempts that match the SQL condition `where` as superseded, and add an event to each of their sessions."""
+    """Supersede the attempts that match the SQL condition `where`.
+
+    Each of their sessions is removed from incomplete groups and gets an event.
+    """
     query = (
         f"UPDATE attempts SET state='superseded', ended=? WHERE ({where}) AND state!='superseded'"
         " RETURNING rollout, attempt, session"

@@ -1,4 +1,4 @@
-"""Translate a call for an endpoint of a different dialect. No I/O.
+"""Translate a call for an endpoint of a different dialect. This module does no I/O.
 
 Each relay has one function that translates a request to its endpoint's format (`RelayBody`). A setting that the format cannot express is
 left out and reported as lost. If the answer would then not be what the agent asked for, the call is rejected instead.
@@ -107,9 +107,9 @@ def read_messages(request: RelayRequest) -> list[RelayMessage]:
 
 def _make_unique(call_id: str, taken: set[str]) -> str:
     """Make a tool-call id unique. Some agents use the same ids in every turn, but most endpoints require unique ids."""
-    unique = call_id
+    unique, number = call_id, len(taken)
     while unique in taken:
-        unique = f"{call_id}_{len(taken)}"
+        unique, number = f"{call_id}_{number}", number + 1
     taken.add(unique)
     return unique
 
@@ -153,7 +153,7 @@ def parse_arguments(text: str) -> dict[str, Json]:
 
 
 def list_unsupported(call: Call, *supported: str) -> list[str]:
-    """Return which of `thinking_budget`, `verbosity` and `chat_template_kwargs` the call sets although `supported` lacks them."""
+    """Return which of `thinking_budget`, `verbosity` and `chat_template_kwargs` the call sets but `supported` does not list."""
     requested = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
     requested += ["chat_template_kwargs"] if call.template_kwargs else []
     return [name for name in requested if name not in supported]
@@ -175,7 +175,7 @@ _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]) -> dict[str, Json]:
-    """Translate the session's non-neutral sampling settings to the endpoint's `names`. Raise `EngineRejected` for unsupported ones."""
+    """Return the session's non-neutral sampling settings under the endpoint's `names`. Raise `EngineRejected` if one has no name there."""
     values = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value != NEUTRAL[name]}
     unsupported = [name for name in values if name not in names]
     if unsupported:
@@ -188,7 +188,10 @@ def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]
 def translate_sampling(
     call: Call, names: Mapping[str, str], without: frozenset[str]
 ) -> tuple[dict[str, Json], list[str]]:
-    """Translate the agent's sampling to the endpoint's `names`, and also return the names of unsupported settings."""
+    """Return the agent's non-neutral sampling settings under the endpoint's `names`, and a list of the settings that are left out.
+
+    A setting is left out if it has no name there, or if that name is in `without`, the fields that the endpoint has rejected.
+    """
     values = {name: value for name, value in call.sampling.items() if value != NEUTRAL[name]}
     translated = {names[name]: value for name, value in values.items() if name in names and names[name] not in without}
     return translated, [name for name in values if name not in names or names[name] in without]

@@ -62,7 +62,7 @@ class CellActor:
         self._progress: dict[str, OrderProgress] = {}  # by session: changes since `progress` was last called
 
     async def start(self) -> bytes:
-        """Start the cell if it has not been started yet. Return `RunnerReady` once it serves, or `RunnerFailed` with the reason."""
+        """Start the cell if it has not been started yet. Return `RunnerReady` once it is ready, or `RunnerFailed` with the reason."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._process = await asyncio.create_subprocess_exec(
@@ -80,7 +80,10 @@ class CellActor:
         return msgspec.json.encode(await asyncio.shield(self._ready))
 
     async def run(self, order: bytes, archive: list[Any]) -> bytes:
-        """Run an order to its end, and return how it ended. `archive` contains the Ray reference of the task's archive, if it has one."""
+        """Run an order to its end, and return how it ended.
+
+        `archive` is a list with the Ray reference of the task's archive. It is empty if the task has no archive.
+        """
         parsed = decode_order(order)
         ended = self._results.get(parsed.session_id)
         if ended is None:
@@ -93,8 +96,13 @@ class CellActor:
                     if not archives.has(parsed.task.archive):
                         await asyncio.to_thread(archives.add, parsed.task.archive, await archive[0])
                 self._write(msgspec.json.encode(RunOrder(msgspec.Raw(order))))
-            except BaseException:
+            except BaseException as error:
                 del self._results[parsed.session_id]
+                if isinstance(error, Exception):  # a repeated call that waits for this one fails like it
+                    ended.set_exception(error)
+                    ended.exception()  # mark it as retrieved: there may be no repeated call
+                else:
+                    ended.cancel()
                 raise
         return msgspec.json.encode(await asyncio.shield(ended))
 

@@ -186,8 +186,8 @@ def _parse_sampling(params: dict[str, Any]) -> dict[str, Json]:
 
 
 def _parse_max_tokens(params: dict[str, Any]) -> int | None:
-    value = params.get("max_tokens", params.get("max_completion_tokens"))
-    if value is not None and (not isinstance(value, int) or value < 1):
+    value = params.get("max_completion_tokens") if params.get("max_tokens") is None else params["max_tokens"]
+    if value is not None and (type(value) is not int or value < 1):
         raise Unprocessable(
             f"sampling_params.max_tokens (or max_completion_tokens) must be an integer greater than 0, not {value!r}",
             param="sampling_params",
@@ -198,7 +198,7 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
 def _encode_experts(turn: Sampled, arrays: Sequence[SideArray]) -> Json:
     """Encode a turn's routed experts in the verifiers library's format.
 
-    `start` is the position of the first token that has values, counted from the start of the prompt.
+    In the result, `start` is the position of the first token that has values, counted from the start of the prompt.
     """
     if len(arrays) != 1:
         return None  # there are none, or they cover separate parts of the prompt, which the format cannot express
