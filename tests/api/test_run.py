@@ -26,6 +26,7 @@ from tests.cli.kit import ROOT
 from tests.sandboxes.kit import processes, wait_until
 from tests.speed import scaled
 from turngate.errors import BadRequest
+from turngate.tasks.task import Part, Rubric, Swe
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -85,6 +86,24 @@ def test_result_has_outcome_files_and_tokens(client: tg.BlockingClient) -> None:
     assert row.trained_tokens == len(first.ids) + len(second.ids) == result.sampled_tokens
     again = pickle.loads(pickle.dumps(result))
     assert np.array_equal(again.turns[1].ids, second.ids) and again.reward == 1.0
+
+
+def test_changed_files_of_task_come_first(client: tg.BlockingClient, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("old")
+    task = tg.Task(id="change", instruction=program("ask('Hi'); open('b.txt', 'w').write('new')"), files=tmp_path)
+    assert list(client.run(task).files.items()) == [("b.txt", "new"), ("a.txt", "old")]
+
+
+def test_files_of_whole_repository_are_left_out(client: tg.BlockingClient, tmp_path: Path) -> None:
+    grader = Swe(repo="org/repo", base_commit="", test_patch="", fail_to_pass=("a",), pass_to_pass=(), test_cmd="true")
+    rubric = Rubric(parts=(Part(name="tests", weight=1.0, grader=grader),))
+    for task in (tg.Task(id="swe", instruction=WRITES, grader=one) for one in (grader, rubric)):
+        result = client.run(task)
+        assert result.files == {} and any("is a whole repository" in note for note in result.clamped)
+    (tmp_path / "a.txt").write_text("old")  # not the files of an image
+    result = client.run(tg.Task(id="swe", instruction=WRITES, grader=grader, files=tmp_path))
+    assert list(result.files) == ["out.txt", "a.txt"]
 
 
 def test_group_statistics_and_advantages(client: tg.BlockingClient) -> None:
@@ -303,7 +322,7 @@ def arguments(**options: Any) -> dict[str, Any]:
         ({"id": "a", "instruction": "b", "grade": 1}, arguments(), "grade is not a known field"),
         ("Do it.", arguments(model="vllm://Qwen/Qwen3-8B"), "model 'vllm://Qwen/Qwen3-8B' has no URL"),
         ("Do it.", arguments(model="Qwen3-8B"), "model 'Qwen3-8B' is neither a catalog key nor KIND://MODEL"),
-        ("Do it.", arguments(model=""), "model is missing; pass one such as vllm://"),
+        ("Do it.", arguments(model=""), "model is missing; pass a model such as vllm://"),
         ("Do it.", arguments(model="scripted://no.json"), "model: file no.json not found"),
         (
             "Do it.",

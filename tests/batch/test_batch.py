@@ -325,7 +325,7 @@ async def test_batch_stops_early_if_every_attempt_fails() -> None:
     async with open_harness() as harness:
         plan = harness.plan(*(f"sandbox-{n}" for n in range(40)), n=4, retries=0, bounds=Bounds(running=4))
         result = await run_batch(plan, harness.client, harness.connector)
-        assert "attempts were all infrastructure faults" in result.stopped
+        assert "attempts all ended with infrastructure faults" in result.stopped
         assert result.summary.overall.finished < 40
 
 
@@ -398,7 +398,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
             "task one: script 'reference' cannot be used: the description of the agent shell has no [shell_call]; add [shell_call]",
         ),
         (["--on-timeout", "ignore"], "--on-timeout must be one of grade, exclude, zero, not 'ignore'"),
-        (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),
+        (["--out", "/dev/null/x"], "out: /dev/null is not a folder"),
         (["--resume"], "--resume: "),
     ],
 )

@@ -43,8 +43,8 @@ pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.usefixtures("ow
             ["--prompt", "x", "--sandbox", "vm"],
             "--sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'vm'",
         ),
-        (["--prompt", "x"], "shell needs a command; add it after --, as in: turngate run --agent shell -- COMMAND"),
-        ([], "shell needs a command; add it after --, as in: turngate run --agent shell -- COMMAND"),
+        (["--prompt", "x"], "shell needs a command; add it after --, as in `turngate run --agent shell -- COMMAND`"),
+        ([], "shell needs a command; add it after --, as in `turngate run --agent shell -- COMMAND`"),
         (
             ["--set", "command=x", "--", "y"],
             "the command is set both after -- and with --set command=…; remove one of them",
@@ -74,7 +74,7 @@ pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.usefixtures("ow
         ),
         (
             ["--prompt", "x", "--out", "/dev/null/x"],
-            "out folder /dev/null/x is not writable; choose a different --out folder",
+            "out: /dev/null is not a folder; choose a different --out folder",
         ),
     ],
 )
@@ -121,8 +121,8 @@ def test_only_shell_accepts_a_command(words: tuple[str, ...], data: Path) -> Non
 )
 def test_source_of_several_tasks_is_not_one_task(source: str, kind: str, data: Path) -> None:
     assert run_rejected("run", "--data", data, "--task", source) == (
-        f"task: {source} is {kind}, not one task; specify a folder with an instruction.md, or a text file, or run its tasks with "
-        f"`turngate batch --tasks {source}`"
+        f"task: {source} is {kind}, not one task; run its tasks with `turngate batch --tasks {source}`, or specify one task: "
+        "a folder with an instruction.md, or a text file"
     )
 
 
@@ -177,10 +177,10 @@ def test_unreachable_gateway_and_invalid_url(data: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("turngate.cli.gateway.START_S", 0)
     key = {"TURNGATE_ADMIN_KEY": "k" * 20}
     line = run_rejected(*shell_run(data, "true", "--gateway", "http://127.0.0.1:9"), env=key)
-    assert line == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with turngate serve"
+    assert line == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with `turngate serve`"
     assert (
         run_rejected(*shell_run(data, "true", "--gateway", "here"), env=key)
-        == "gateway: 'here' is not an http(s) URL; pass one such as http://127.0.0.1:8700"
+        == "gateway: 'here' is not an http(s) URL; pass a URL such as http://127.0.0.1:8700"
     )
 
 
@@ -336,7 +336,7 @@ def test_failed_setup_is_a_fault(data: Path, tmp_path: Path) -> None:
         ),
         (
             "exit 3",
-            "(exit code 3): it wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier; it printed nothing; on",
+            "(exit code 3): it wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier; the script printed nothing; on",
             [],
         ),
         (
@@ -493,8 +493,8 @@ def test_concurrent_runs_on_one_folder_are_rejected(data: Path) -> None:
         first.wait_for_output("agent")
         line = run_rejected(*shell_run(data, "true"))
         assert line == (
-            f"data folder {data} is in use by another turngate process; to share it between runs, start "
-            f"`turngate serve --data {data}` first, or choose a different --data folder"
+            f"data folder {data} is in use by another turngate process; choose a different --data folder, or wait until "
+            f"that process ends. To share a folder between runs, first start `turngate serve --data {data}`"
         )
         first.send(signal.SIGINT)
         assert first.wait_for_exit() == 130

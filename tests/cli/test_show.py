@@ -92,14 +92,15 @@ async def test_exact_id_wins_over_prefix(g: Running, data: Path) -> None:
 
 def test_missing_store_and_unreachable_gateway(data: Path) -> None:
     assert run_rejected("show", "--data", data) == (
-        f"data: no recordings in {data}; run this where you ran `turngate run` or `turngate serve`, or pass the same --data folder"
+        f"data: no recordings in {data}; run this command in the folder where you ran `turngate run` or `turngate serve`, or pass the same "
+        "--data folder"
     )
     data.mkdir()
     (data / "turngate.db").write_bytes(b"nonsense" * 1000)
     assert run_rejected("show", "--data", data).startswith(f"data: {data}/turngate.db cannot be read")
     assert "TURNGATE_ADMIN_KEY is not set" in run_rejected("show", "--gateway", "http://127.0.0.1:9")
     refusal = run_rejected("show", "--gateway", "http://127.0.0.1:9", env={"TURNGATE_ADMIN_KEY": "k" * 20})
-    assert refusal == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with turngate serve"
+    assert refusal == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with `turngate serve`"
 
 
 async def test_engine_fault_is_given_as_the_reason(data: Path) -> None:

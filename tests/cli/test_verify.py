@@ -68,10 +68,13 @@ def test_changed_reward_is_detected(data: Path) -> None:
         (["--all", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
         (["nope"], "session 'nope' is not recorded here"),
         (["--tolerance", "-1"], "tolerance must be finite and 0 or greater, not -1"),
-        (["--engine", "sglang"], "engine must be vllm or scripted to score prompts, not 'sglang'"),
+        (["--engine", "sglang"], "engine must be vllm or scripted, not 'sglang'"),
         (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer folder"),
         (["--rollouts", "/nope"], "rollouts must be an existing folder, not '/nope'"),
-        (["--data", "/nope"], "data: no recordings in /nope; run this where you ran `turngate run`"),
+        (
+            ["--data", "/nope"],
+            "data: no recordings in /nope; run this command in the folder where you ran `turngate run`",
+        ),
     ],
 )
 def test_errors_are_json_with_json_option(options: list[str], words: str, data: Path) -> None:

@@ -231,10 +231,10 @@ def test_crafted_stream_raises_only_sandbox_errors(pax: dict[str, str], tmp_path
             archive.unpack(io.BytesIO(data), tmp_path / "out", limit=1000)
 
 
-def test_unpacking_has_deadline(tmp_path: Path) -> None:
+def test_unpacking_has_deadline_and_can_be_cancelled(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="longer"):
         archive.unpack(make_tar(("a", FILE, b"x")), tmp_path, limit=9, timeout_s=-1)
-    with pytest.raises(SandboxError, match="longer"):
+    with pytest.raises(SandboxError, match="cancelled"):
         archive.unpack(make_tar(("a", FILE, b"x")), tmp_path, limit=9, is_cancelled=lambda: True)
 
 

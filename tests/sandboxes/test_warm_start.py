@@ -328,6 +328,39 @@ async def test_killed_server_is_replaced(backend: WarmBackend) -> None:
     assert warm_start.counts == {"warm": 1, "the fork server failed: the fork server has exited": 1}
 
 
+async def test_fork_waits_while_server_has_many_requests(backend: WarmBackend) -> None:
+    sandbox = await backend.create()
+    (server,) = warm_start._servers.values()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(BlockingIOError):
+            while True:
+                server._control.send(b'{"do": "hold"}')
+        running = asyncio.create_task(backend.report(sandbox, "print(1)"))
+        await asyncio.sleep(0.5)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert await running == 1
+    await sandbox.stop()
+    assert warm_start.counts == {"warm": 1}
+
+
+async def test_fork_does_not_wait_forever(backend: WarmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_start, "ANSWER_S", 1.0)
+    sandbox = await backend.create()
+    (server,) = warm_start._servers.values()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(BlockingIOError):
+            while True:
+                server._control.send(b'{"do": "hold"}')
+        assert await backend.report(sandbox, "print(1)") == 1  # plain
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    await sandbox.stop()
+    assert warm_start.counts == {"the fork server failed: no answer within 1 s": 1}
+
+
 async def test_server_that_keeps_dying_is_given_up(root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_start, "RESTARTS", 1)
     backend = WarmBackend("local", root, install(folder / "agent"))

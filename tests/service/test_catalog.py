@@ -60,6 +60,14 @@ def test_replicas_allow_exact_and_gate_only() -> None:
     assert choice.endpoint.allowed == ("exact", "gate") and settings is not None and len(settings.engine_url) == 2
 
 
+@pytest.mark.parametrize("mode", ["observe", "direct"])
+@pytest.mark.parametrize("key_env", ["", "VLLM_KEY"])
+def test_mode_without_replicas_says_so(mode: str, key_env: str) -> None:
+    entry = Endpoint(url=["http://a:1", "http://b:1"], tokenizer="/models/q", key_env=key_env)
+    with pytest.raises(BadRequest, match=f"{mode} mode needs exactly one URL"):
+        Catalog({"vllm://two": entry}).choose("vllm://two", mode)
+
+
 def test_default_mode_and_aliases(catalog: Catalog) -> None:
     assert catalog.choose("vllm://q").mode == "exact"
     assert catalog.choose("vllm://q", "transparent_proxy").mode == "observe"
@@ -86,7 +94,7 @@ def test_unavailable_choice_is_rejected(catalog: Catalog, given: tuple[Any, ...]
 
 def test_unset_key_is_rejected(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_KEY")
-    with pytest.raises(BadRequest, match="no key for the model_key openai://gpt"):
+    with pytest.raises(BadRequest, match="no key for the endpoint openai://gpt"):
         catalog.choose("openai://gpt")
 
 

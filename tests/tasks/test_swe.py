@@ -110,6 +110,11 @@ def test_swe_gym() -> None:
     assert grader(fields).test_cmd == "pytest -n0 -rA -k 'testOne or testTwo'"
 
 
+@pytest.mark.parametrize("repo", ["conan-io/conan", "Conan-IO/conan"])
+def test_conan_is_tested_with_its_checkout_on_the_path(repo: str) -> None:
+    assert "PYTHONPATH" in grader(row(repo=repo, install_config=...)).before
+
+
 @pytest.mark.parametrize("install", ["exit 3", "false; true", "cd nowhere; nothing-like-this", "cat <<E\nx\nE"])
 def test_failing_install_is_reported_and_does_not_stop(install: str) -> None:
     command = grader(row(install_config={**CONFIG, "install": install})).install
@@ -188,7 +193,7 @@ def test_swe_bench_eval_script() -> None:
         ({"install_config": {"test_cmd": "pytest"}}, "install_config.log_parser is missing"),
         (
             {"install_config": {**CONFIG, "test_cmd": {"a": 1}}},
-            "install_config.test_cmd must be a command or a list",
+            "install_config.test_cmd must be a string or a list",
         ),
         ({"language": "go"}, "image_name is missing"),
         ({"install_config": ..., "eval_script": "pytest"}, "eval_script has no lines between"),

@@ -618,7 +618,7 @@ def test_filter_that_matches_nothing_is_noted(recording: Recording) -> None:
 
 def test_missing_pyarrow_error_says_what_to_install(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.trainers.export.files.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"requires pyarrow; run pip install 'turngate\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"requires pyarrow; run `pip install 'turngate\[parquet\]'`"):
         recording.export("rows", ".parquet")
     assert list(recording.out.iterdir()) == []
 

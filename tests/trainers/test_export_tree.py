@@ -70,7 +70,7 @@ DAMAGED: list[tuple[str, Change, str]] = [
         lambda tree: tree["segments"][1].update(position=0),
         r"segments\[1\].position must be .* count up from there",
     ),
-    ("a wrong range", lambda tree: tree["segments"][1].update(attends=[]), r"segments\[1\].attends must be the tokens"),
+    ("a wrong range", lambda tree: tree["segments"][1].update(attends=[]), r"segments\[1\].attends must be the ranges"),
     (
         "a wrong mask",
         lambda tree: tree.update(mask=[True] * len(tree["ids"])),

@@ -139,7 +139,7 @@ async def test_truncated_turns_are_trained_with_their_masks(how: dict[str, Any],
         rows, excluded = await read_rows(client, "masked", MASK)
         assert len(rows) == 3 and not any(excluded)
         bare, why = await read_rows(client, "bare")
-        assert not bare and all("trained only with its sampling mask" in reason for reason in why)
+        assert not bare and all("trained only with their sampling masks" in reason for reason in why)
         shown = await client.show(session)
         assert shown.training is not None and shown.training.amount == "most"
         learner = Learner(engine.model, GrpoSettings())

@@ -279,7 +279,7 @@ def test_batch_has_side_data_of_all_trees() -> None:
 
 def test_unknown_advantage_is_rejected() -> None:
     exported = forks().export(None)
-    with pytest.raises(ConfigError, match=r"session s has no advantage, .*; export with --unscored drop"):
+    with pytest.raises(ConfigError, match=r"session s has no advantage, .*; export with `--unscored drop`"):
         pack_trees([exported])
     with pytest.raises(ConfigError, match="has no advantage"):
         list_rows(exported)
@@ -288,7 +288,7 @@ def test_unknown_advantage_is_rejected() -> None:
 def test_file_that_is_not_json_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "trees.jsonl"
     path.write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"not a tree that `turngate export tree` wrote: .*`session`"):
+    with pytest.raises(ConfigError, match=r"line 1: .*not a tree that `turngate export tree` wrote: .*`session`"):
         list(read_trees(path))
     path.write_text("\nids")
     with pytest.raises(ConfigError, match="line 1 is not JSON"):

@@ -65,7 +65,8 @@ class BlockingClient:
     def close(self) -> None:
         """End the rollouts that are still running, and release all resources. This method may be called more than once.
 
-        In a forked child process, such as one that `multiprocessing` starts, do nothing, because the client belongs to the parent process.
+        In a forked child process, such as one started by `multiprocessing`, it does nothing, because the client belongs to the parent
+        process.
         """
         _OPEN.discard(self)
         try:

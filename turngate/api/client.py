@@ -121,7 +121,7 @@ class Client:
 
     async def __aenter__(self) -> Client:
         if self._is_open:
-            raise BadRequest("the client is already open", param="client")
+            raise BadRequest("the client is already open; to open a second one, create another Client", param="client")
         await self._stack.__aenter__()
         try:
             folder = Path(tempfile.mkdtemp(prefix="turngate-"))
@@ -148,7 +148,7 @@ class Client:
         await run_to_completion(self._stack.aclose())
 
     async def run(self, task: AnyTask, **how: Unpack[RunArguments]) -> Result:
-        """Run one rollout to completion, and return its result. Cancelling ends the rollout.
+        """Run one rollout to completion, and return its result. Cancelling the call ends the rollout.
 
         An invalid argument raises an exception. A failure of the task, the engine or the sandbox is reported in the result's `error`.
 
@@ -376,19 +376,19 @@ class ResultStream:
 
 
 def sort_results(results: Iterable[tuple[int, Result]]) -> Results:
-    """Return the results in the order of their indexes. If a retry of a rollout was requested, only its last result is included."""
+    """Return the results in the order of their indexes. If a rollout was retried on request, only its last result is included."""
     return Results(result for _, result in sorted(dict(results).items()))
 
 
 async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> Result:
-    """Run one rollout to completion, and return its result: create the sandbox, run the agent and grade its work.
+    """Run one rollout to completion (create a sandbox, run the agent and grade its work), and return its result.
 
     `task` is a `Task`, a path (a task folder, a text file or `rows.jsonl#ID`), a row as a dict, or an instruction. `model` is
-    KIND://MODEL@URL, such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, an `Endpoint`, or a key of the catalog in `config=`.
+    KIND://MODEL@URL (such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000), an `Endpoint`, or a key of the catalog in `config=`.
     `ClientArguments` and `RunArguments` list the other arguments.
 
-    Cancelling ends the agent and removes its sandbox. Unless `gateway=` is set, each call starts and stops its own gateway. For several
-    rollouts, use `group`, `batch` or a `Client`, which start the gateway only once.
+    Cancelling the call ends the agent and removes its sandbox. Unless `gateway=` is set, each call starts and stops its own gateway. For
+    several rollouts, use `group`, `batch` or a `Client`, which start the gateway only once.
     """
     where, how = split_arguments(everything)
     async with Client(model, **where) as client:
@@ -465,7 +465,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
-    """Return the next result, or None if there are no more. If a worker has failed, raise its error: it may affect all rollouts."""
+    """Return the next result, or None if there are no more. If a worker has failed, raise its error, which may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

@@ -120,7 +120,7 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
     if match is None or match["kind"] not in KINDS or not match["name"]:
         catalog = f", or a catalog key{suggestion(model, known)}" if known else ""
         problem = f"model {redact(model)!r} is neither a catalog key nor KIND://MODEL" if model else "model is missing"
-        raise BadRequest(f"{problem}; pass one {_EXAMPLE} (kinds: {', '.join(KINDS)}){catalog}", param="model")
+        raise BadRequest(f"{problem}; pass a model {_EXAMPLE} (kinds: {', '.join(KINDS)}){catalog}", param="model")
     kind, name, url = match["kind"], match["name"], match["url"] or ""
     if kind == "scripted":
         return _build_scripted(name)
@@ -145,7 +145,9 @@ def _build_scripted(name: str) -> Endpoint:
     """
     file = Path(name).expanduser()
     if file.suffix == ".json" and not file.is_file():
-        raise BadRequest(f"model: file {name} not found; it must contain a JSON list of replies", param="model")
+        raise BadRequest(
+            f"model: file {name} not found; pass the path of a file that contains a JSON list of replies", param="model"
+        )
     return Endpoint(key=_build_key("scripted", name), model="scripted", script=str(file) if file.is_file() else "")
 
 
@@ -169,9 +171,9 @@ def find_agent_name(agent: str) -> str:
 
 
 def list_agents_with(agent: str) -> list[str] | None:
-    """Return a value of the setting `agents` that makes a service allow `agent`: the presets and `agent`.
+    """Return a value for the service's setting `agents` that allows `agent` in addition to the agents that are allowed by default.
 
-    Return None if the service allows `agent` by default, which is true for every preset except `shell`, but not for TOML files.
+    Return None if `agent` is empty or allowed by default. The latter is true for every preset except `shell`, but not for TOML files.
     """
     if not agent or (agent == find_agent_name(agent) and agent != _SHELL):
         return None

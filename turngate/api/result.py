@@ -27,7 +27,7 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
 
     @property
     def messages(self) -> list[Json]:
-        """The conversation of the last main turn, in OpenAI's format. If no turn is main, the last turn of unknown role is used instead."""
+        """The conversation of the last main turn, in OpenAI's format. If there is no main turn, the last turn of unknown role is used."""
         main = [turn for turn in self.turns if turn.role == "main"]
         main = main or [turn for turn in self.turns if turn.role == "unknown"]
         messages: list[Json] = []
@@ -113,7 +113,8 @@ class Results(list[Result]):
     def advantages(self, choice: Choice = "normalised") -> list[float | None]:
         """Return the advantage of each result within its group.
 
-        The advantage is None if the reward is unknown or the result has no training rows.
+        `choice` is the formula: normalised, leave_one_out or none (see `turngate.trace.advantage`). The advantage is None if the
+        reward is unknown, if the result has no training rows, or if `choice` is leave_one_out and the group has no other known reward.
         """
         by_group: dict[str, list[int]] = {}
         for index, one in enumerate(self):

@@ -1,4 +1,4 @@
-"""The data of a result: the rollout's outcome, and its turns token by token. The data can be used without the gateway, and pickled."""
+"""The data of a result: the rollout's outcome, and its turns token by token. The data can be pickled, and used without the gateway."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _task_from_instruction(
     config: ServiceConfig,
     inputs: Path,
 ) -> Task:
-    """Build a task from an instruction in the same way as the service. Its files are written to `inputs`."""
+    """Build a task from an instruction in the same way as the service does. The instruction's files are written to `inputs`."""
     request = RolloutRequest(
         model_key="any",
         instruction=instruction,

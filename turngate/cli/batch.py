@@ -239,7 +239,10 @@ def _describe_remaining(result: BatchResult) -> str:
 
 
 def _write_files(result: BatchResult, console: Console) -> list[str]:
-    """Write the summary and the plot. Return a line to print for each file. If a file cannot be written, report it and continue."""
+    """Write the summary and the plot, and return lines that name these files and the ledger.
+
+    If a file cannot be written, print a warning and leave its line out.
+    """
     files: dict[str, bytes] = {
         "summary.json": msgspec.json.format(msgspec.json.encode(result.summary)),
         "plot.svg": plot.render_svg(result.summary, result.finished).encode("utf-8", "backslashreplace"),
@@ -318,7 +321,7 @@ def _clock(seconds: float) -> str:
 
 
 def print_result(result: BatchResult, console: Console) -> None:
-    """Print the table of tasks, the errors and warnings, the groups without signal, the incomplete groups, and the plots."""
+    """Print the tables of tasks and rounds, the errors and warnings, the groups without signal, the incomplete groups, and the plots."""
     summary = result.summary
     console.print(_task_table(summary, wide=console.width >= _WIDE))
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.overall.phases.items())

@@ -39,7 +39,7 @@ def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
     if flag and _parse_shared(flag).has_password:
         raise ConfigError(
             "--shared: the URL contains a password, which would appear in process lists; pass the URL without the password and set "
-            f"PGPASSFILE or PGPASSWORD, or put the whole URL into {SHARED_URL} or into the config file",
+            f"PGPASSFILE or PGPASSWORD, or put the full URL into {SHARED_URL} or into the config file",
             param="shared",
         )
     config = load_config(options.config, {**options.settings, "shared": flag or os.environ.get(SHARED_URL) or None})

@@ -78,7 +78,7 @@ def list_flags() -> dict[str, str]:
 
 
 def name_flags(error: TurngateError, flags: Mapping[str, str]) -> str:
-    """Return an error's message with flags instead of the names of options. `flags` maps names to flags.
+    """Return an error's message with flags (`--max-turns`) instead of option names (`max_turns`). `flags` maps names to flags.
 
     A name without an underscore may be an ordinary word, so it is replaced only where it is the subject of the message.
     """

@@ -53,7 +53,10 @@ def run_checks(options: DoctorOptions) -> bool:
 
 
 def _select_checks(options: DoctorOptions) -> tuple[str, ...]:
-    """Return the checks that --only names. Raise ConfigError if a check is unknown, needs --gateway but lacks it, or cannot run with it."""
+    """Return the checks that --only names.
+
+    Raise ConfigError if a check is unknown, if it needs --gateway but --gateway was not passed, or if it cannot run with --gateway.
+    """
     checks = {check.name: check for check in CHECKS}
     for name in options.only or ():
         if name not in checks:

@@ -1,4 +1,4 @@
-"""Turn a command's errors into a one-line message and an exit code."""
+"""Turn a command's error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def or_exit(action: Callable[[], T]) -> T:
-    """Run an action and return its result. Print a TurngateError on one line and exit with code 2. After Ctrl-C, exit with code 130."""
+    """Run an action and return its result. On a TurngateError, print its message and exit with code 2. On Ctrl-C, exit with code 130."""
     try:
         return action()
     except TurngateError as error:

@@ -141,7 +141,7 @@ def _describe_teacher(teacher: TeacherSummary) -> str:
 
 
 def _describe_replaced(done: ExportResult) -> str:
-    """Describe what happened to files that already existed: which were replaced and which were kept."""
+    """Describe what happened to files that already existed: how many were replaced, and how many were kept."""
     if not done.out.is_dir():
         return " (replaced the existing file)" if done.replaced else ""
     facts = [f"{_count(done.replaced_files, 'file')} replaced"] if done.replaced_files else []

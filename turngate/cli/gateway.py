@@ -34,7 +34,7 @@ EngineBuilder = Callable[[ServeConfig, Renderer], Engine | None]  # returns None
 
 
 class GatewayChoice(msgspec.Struct, frozen=True):
-    """The gateway that the flags select. If `url` is empty, use the gateway that already serves the data folder, or else start one."""
+    """The gateway that the flags select. An empty `url` selects the gateway that already serves the data folder, or else a new one."""
 
     url: str = ""
     own_flags: tuple[str, ...] = ()  # flags that were passed but only apply to a new gateway
@@ -113,7 +113,10 @@ async def connect_gateway(
 
 
 async def _is_alive(client: GatewayClient, data: str) -> bool:
-    """Return whether the gateway responds. If it was killed, the data folder may still contain its address."""
+    """Return whether the gateway responds. If it was killed, the data folder may still contain its address.
+
+    Raise ConfigError if the gateway rejects the admin key.
+    """
     try:
         await client.check()
     except GatewayUnreachable:
@@ -177,8 +180,8 @@ async def _start_gateway(config: ServeConfig, build_engine: EngineBuilder) -> As
             address = await stack.enter_async_context(run_embedded(config, engine=engine, renderer=loaded))
         except DataFolderInUse:
             raise ConfigError(
-                f"data folder {config.data} is in use by another turngate process; to share it between runs, start "
-                f"`turngate serve --data {shlex.quote(config.data)}` first, or choose a different --data folder",
+                f"data folder {config.data} is in use by another turngate process; choose a different --data folder, or wait until "
+                f"that process ends. To share a folder between runs, first start `turngate serve --data {shlex.quote(config.data)}`",
                 param="data",
             ) from None
         yield address

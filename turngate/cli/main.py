@@ -116,7 +116,7 @@ def _serve(config: ServeConfig) -> None:
 def doctor(options: flags.DoctorOptions) -> None:
     """Check that everything is installed and configured, and suggest fixes.
 
-    Accepts the settings of `turngate serve`. Use --gateway to check a running gateway instead.
+    The settings of `turngate serve` and `turngate cell` can be passed as flags. To check a running gateway instead, pass --gateway.
 
     Exit codes:
     0 if no check failed (there may be warnings);
@@ -192,7 +192,7 @@ def run(options: flags.RunOptions) -> None:
     1 if it failed, timed out or reached a limit;
     2 if an option is invalid or the command could not run;
     3 if something other than the agent failed;
-    130 if stopped by Ctrl-C or because its output was closed, or if the session was ended at the gateway.
+    130 if the command was stopped by Ctrl-C or because its output was closed, or if the session was ended at the gateway.
     """
 
     def action() -> int:
@@ -213,7 +213,7 @@ def batch(options: flags.BatchOptions) -> None:
     0 if every rollout finished, regardless of its outcome;
     2 if an option is invalid or the command could not run;
     3 if the batch stopped early;
-    130 if stopped by Ctrl-C or because its output was closed.
+    130 if the command was stopped by Ctrl-C or because its output was closed.
     """
 
     def action() -> int:
@@ -236,7 +236,7 @@ def train(options: flags.TrainOptions) -> None:
     0 if training reached the last step;
     2 if an option is invalid or the command could not run;
     3 if no rollout was graded;
-    130 if stopped by Ctrl-C or because its output was closed.
+    130 if the command was stopped by Ctrl-C or because its output was closed.
     """
 
     def action() -> int:

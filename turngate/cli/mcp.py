@@ -23,7 +23,10 @@ from turngate.service.rollouts import Rollouts
 try:
     from turngate.mcp import http, stdio
 except ModuleNotFoundError as error:
-    raise ConfigError(f"turngate mcp needs {error.name}; run pip install 'turngate[mcp]'", param="mcp") from None
+    raise ConfigError(
+        f"`turngate mcp` needs the module {error.name!r}, which is not installed; run `pip install 'turngate[mcp]'`",
+        param="mcp",
+    ) from None
 
 # The endpoints of a server that is started without --config.
 SCRIPTED_ENDPOINTS = {
@@ -42,7 +45,7 @@ def serve_mcp(options: McpOptions) -> None:
     config = load_config(options.config, overrides | ({"endpoints": SCRIPTED_ENDPOINTS} if not options.config else {}))
     if not config.endpoints and not config.allowed_hosts:
         raise ConfigError(
-            'no endpoints are configured; add a table such as [endpoints."vllm://Qwen3-8B"] to a TOML file, and pass it as --config',
+            'no endpoints are configured; add a table such as [endpoints."vllm://Qwen3-8B"] to the --config file',
             param="endpoints",
         )
     place = None if options.http is None else _http_place(config, options.http, options.allow_host or ())

@@ -25,7 +25,7 @@ _FIRST_PANELS = (WHAT, BATCH)
 def describe_flag(
     help: str, panel: str | None = None, *names: str, default: object = "", metavar: str | None = None
 ) -> Any:
-    """Describe a flag. `default` describes the default in the help, for fields whose own default is None or empty."""
+    """Describe a flag. `default` is the default that the help shows, for fields whose own default is None or empty."""
     shown = f" {DEFAULT.format(default)}" if default else ""
     return typer.Option(*names, help=help + shown, rich_help_panel=panel, metavar=metavar)
 

@@ -77,7 +77,7 @@ def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str
         # An unknown option in --set may be a misspelling of `command`. A later check reports it.
         if is_missing and names <= set(spec.options):
             raise ConfigError(
-                f"{spec.name} needs a command; add it after --, as in: turngate run --agent {shlex.quote(agent)} -- COMMAND",
+                f"{spec.name} needs a command; add it after --, as in `turngate run --agent {shlex.quote(agent)} -- COMMAND`",
                 param="command",
             )
         return pairs
@@ -164,7 +164,9 @@ def _build_sampling(options: RolloutOptions) -> dict[str, Json]:
 def require_writable(folder: Path) -> Path:
     """Return the folder if it is writable or can be created. Raise ConfigError otherwise, before an agent runs."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if not existing.is_dir():
+        raise ConfigError(f"out: {existing} is not a folder; choose a different --out folder", param="out")
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"out folder {folder} is not writable; choose a different --out folder", param="out")
     return folder
 

@@ -146,7 +146,7 @@ def revoke_key(
 ) -> None:
     """Revoke a key. It stops working within one second, and in cells within five seconds.
 
-    A cell that cannot reach the shared store accepts the key until its lease lapses.
+    A cell that cannot reach the shared store accepts the key until the cell's lease lapses.
     """
     from turngate.cli.projects import ask, print_keys
 

@@ -74,7 +74,7 @@ def print_keys(keys: Sequence[KeyView], as_json: bool) -> None:
 
 
 def show_new_key(new: NewKey, out: Path | None, as_json: bool) -> None:
-    """Print a new key or, if it was written to the file `out`, a message that says so."""
+    """Print a new key or, if it was written to the file `out`, the path of that file."""
     if out is None:
         if as_json:
             _print_json(new)
@@ -87,7 +87,7 @@ def show_new_key(new: NewKey, out: Path | None, as_json: bool) -> None:
 
 
 def open_key_file(out: Path) -> int:
-    """Create a file for a key. This is done before the key is created, because a key that cannot be written would be lost."""
+    """Create a file for a key and return its descriptor. Do this before creating the key: a key that cannot be written would be lost."""
     try:
         return os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -97,7 +97,7 @@ def open_key_file(out: Path) -> int:
 
 
 def create_key(gateway: str, request: Callable[[ProjectClient], Awaitable[NewKey]], out: Path | None) -> NewKey:
-    """Send a request that creates a key, and write the key to the file `out` if it is set."""
+    """Send a request that creates a key. If `out` is set, write the key to that file."""
     if out is None:
         return ask(gateway, request)
     with os.fdopen(open_key_file(out), "w", encoding="utf-8") as file:

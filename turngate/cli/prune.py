@@ -22,7 +22,10 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 def prune_stores(data: str, older_than: str, archive: Path | None, dry_run: bool, as_json: bool) -> None:
-    """Remove old sessions from a store and from the stores of its projects, and print how many were removed and kept."""
+    """Remove old sessions from a store and from the stores of its projects, and print how many were removed and kept.
+
+    With `dry_run`, remove nothing, and print how many sessions would be removed and kept.
+    """
     refuse_password_flag(data)
     before = time.time() - parse_age(older_than)
     results = {
@@ -58,12 +61,12 @@ def _print_result(prefix: str, result: PruneResult, dry_run: bool) -> None:
 
 
 def load_sessions(archive: Path, data: str, sessions: Sequence[str]) -> None:
-    """Add sessions from an archive to a data folder, and print how many were added. If `sessions` is empty, add all of them."""
+    """Add sessions from an archive to a data folder, and print how many were added. If `sessions` is empty, add every session."""
     if is_database_url(data):
         raise ConfigError("data: an archive can only be loaded into a folder; pass a folder", param="data")
     if not SessionArchive(archive).files():
         raise ConfigError(
-            f"archive: {archive} has no sessions; pass the folder that `turngate prune --archive` wrote",
+            f"archive: {archive} has no sessions; pass the folder that `turngate prune --archive` wrote to",
             param="archive",
         )
     store = Store(Path(data))

@@ -96,7 +96,10 @@ def run_rollout(options: RunOptions) -> int:
 
 
 def _load_task(options: RunOptions) -> Task:
-    """Load the task that the flags name. If they name none, return an empty task if a command follows --, or else the bundled task."""
+    """Load the task that the flags name.
+
+    With neither --task nor --prompt, return an empty task if a command follows --, or else the bundled task.
+    """
     if options.task is not None and options.prompt is not None:
         raise ConfigError("pass either --task PATH or --prompt TEXT, not both", param="task")
     if options.task is not None:
@@ -206,7 +209,7 @@ async def _run(
 
 
 class RolloutDisplay(LiveDisplay):
-    """Shows the progress of one rollout: in a live line on a terminal, or else as a new line per stage and every few seconds."""
+    """Shows the progress of one rollout: on a terminal in a live line, elsewhere in a new line at each stage and every few seconds."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -317,7 +320,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _print_lines(console: Console, name: str, text: str) -> None:
-    """Print text that was not sanitized. Only its first line has the name."""
+    """Sanitize text and print its lines, with `name` in front of the first line."""
     for n, line in enumerate(text.split("\n")):
         _print_line(console, "" if n else name, sanitize_line(line))
 

@@ -174,7 +174,7 @@ def print_session(view: ShownSession, *, tokenizer: Tokenizer | None, full: bool
 
 
 def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
-    """Load the tokenizer that the flag names, or else the tokenizer with which the session was recorded (the folder `recorded_with`)."""
+    """Load `tokenizer`, or if it is empty, the tokenizer with which the session was recorded (the folder `recorded_with`)."""
     if tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
     if not recorded_with or not Path(recorded_with).is_dir():
@@ -226,7 +226,7 @@ def _describe_cache(cache: CacheUse | None) -> str:
 
 
 def _describe_outcome(outcome: RecordedOutcome | None, excluded: str) -> str:
-    """Describe how the rollout ended. An unknown reward is not shown as 0. Return an empty string if no outcome is recorded."""
+    """Describe how the rollout ended, or return an empty string if no outcome is recorded. An unknown reward is not shown as 0."""
     if outcome is None:
         return ""
     reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:g}"
@@ -385,7 +385,7 @@ def _explain_role(evidence: str) -> str:
 
 
 def _describe_cause(cause: str | None, role: str) -> str:
-    """Return the cause of a branch for its title, or an empty string if the branch's role already says it.
+    """Return the text that a title shows for the cause of a branch, or an empty string if the role already says it.
 
     The causes `subagent`, `side` and `new` are never shown, because they were guessed when the branch began. The role is more reliable.
     """

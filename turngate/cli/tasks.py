@@ -118,7 +118,7 @@ async def _check_all(
 
 
 def _provable(task: Task) -> bool:
-    """Return whether the task has a grader that can be run.
+    """Return whether the task has a grader to run.
 
     A task without a solution cannot be proven, but its grader is run to check that it works and that doing nothing does not score 1.
     """
@@ -145,7 +145,7 @@ def _check(loaded: LoadedTask) -> TaskCheck:
 
 
 def _check_log_parser(task: Task) -> str:
-    """Return the problem with the log parser that a SWE task names, or an empty string if there is none."""
+    """Return what is wrong with the log parser that a SWE task names, or an empty string if nothing is."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
         try:

@@ -38,7 +38,7 @@ try:
     from turngate.trainers.local.training import TrainingGoal
 except ModuleNotFoundError as error:
     raise ConfigError(
-        f"turngate train needs {error.name}; run pip install 'turngate[local]' (without a GPU, install the CPU build of torch first)"
+        f"`turngate train` needs {error.name}; run `pip install 'turngate[local]'` (without a GPU, install the CPU build of torch first)"
     ) from None
 
 STOPPING = (
@@ -197,9 +197,10 @@ def _check_resumable(run: TrainingRun) -> None:
 
 
 def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
-    """Return how many rounds of a batch have been started. Raise ConfigError if its folder contains a batch with different terms.
+    """Return the number of rounds up to the last one with a finished rollout: at least 1, or 0 if the folder contains no batch.
 
-    The terms are the settings in the batch's ledger. `options` maps their names to flags, for the error message.
+    Raise ConfigError if the folder contains a batch with different terms, which are the settings in the batch's ledger. `options` maps
+    the names of the terms to flags, for the error message.
     """
     if not (plan.folder / ledger.LEDGER_NAME).exists():
         return 0

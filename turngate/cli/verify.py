@@ -223,13 +223,13 @@ def compare_transcripts(folder: Path) -> TranscriptComparison:
 
 
 def _find_rollout_folders(folder: Path) -> list[Path]:
-    """Return the folders in which `run`, `batch` (with or without `--out`) and `train` create a folder per session."""
+    """Return `folder` and the folders below it in which `run`, `batch` (with or without `--out`) and `train` create session folders."""
     below = [place for pattern in _ROLLOUT_FOLDERS for place in sorted(folder.glob(pattern)) if place.is_dir()]
     return [folder, *below]
 
 
 def _check_options(options: VerifyCommandOptions) -> None:
-    """Raise ConfigError for options that contradict each other or have no effect."""
+    """Raise ConfigError for options that are invalid, contradict each other or have no effect."""
     if options.every and options.session != "last":
         raise ConfigError("pass a session id or --all, not both", param="session")
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
@@ -247,6 +247,12 @@ def _check_options(options: VerifyCommandOptions) -> None:
         if scoring[name]:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} applies only to scoring; also pass --engine vllm", param=name)
+    for name in ("engine_url", "engine_key_env", "model") if options.engine == "scripted" else ():
+        if scoring[name]:
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} has no effect with --engine scripted; leave it out, or pass --engine vllm", param=name
+            )
 
 
 def _build_renderers(options: VerifyCommandOptions) -> Renderers:
@@ -263,13 +269,15 @@ def _build_scorer(options: VerifyCommandOptions) -> Scorer | None:
             if not options.engine_url or not options.model:
                 raise ConfigError("--engine vllm needs --engine-url and --model", param="engine_url")
             reject_credentials(
-                options.engine_url, "engine_url", "pass the name of an environment variable as --engine-key-env"
+                options.engine_url,
+                "engine_url",
+                "set an environment variable to the engine's API key, and pass the variable's name as --engine-key-env",
             )
             if not _is_url(options.engine_url):
                 raise ConfigError(f"engine_url must be an http(s) URL, not {options.engine_url!r}", param="engine_url")
             return VLLMScorer(options.engine_url, options.model, key=_read_key(options.engine_key_env))
         case other:
-            raise ConfigError(f"engine must be vllm or scripted to score prompts, not {other!r}", param="engine")
+            raise ConfigError(f"engine must be vllm or scripted, not {other!r}", param="engine")
 
 
 def _is_url(text: str) -> bool:

@@ -35,5 +35,7 @@ def get_backend(name: str, settings: Mapping[str, Json] = NO_SETTINGS) -> Backen
     known = [key for key in signature(make).parameters if key != "root"]  # `root` is a folder of one machine
     for key in settings:
         if key not in known:
-            raise SandboxUnavailable(f"sandbox {name} has no setting {key!r}; it has: {', '.join(known) or 'none'}")
+            raise SandboxUnavailable(
+                f"sandbox {name} has no setting {key!r}; available settings: {', '.join(known) or 'none'}"
+            )
     return make(**settings)

@@ -75,7 +75,9 @@ class _Member(tarfile.TarInfo):
             or (member.type in EXTENDED_HEADERS and member.size > MAX_HEADER_BYTES)
             or member.size < 0
         ):
-            raise SandboxTooLarge("the folder was not copied completely: its tar stream is malformed")
+            raise SandboxTooLarge(
+                "the folder was not copied completely: its tar stream has a header that is not supported"
+            )
         return member
 
     def _proc_gnusparse_10(self, *_: object) -> NoReturn:  # the original reads a list of any length
@@ -110,12 +112,15 @@ def unpack(
     """Unpack a tar stream into a host folder, which is created if necessary. Return the skipped entries with reasons.
 
     Devices, pipes, links that point outside the folder, and paths that are too long or too deep are skipped. `limit` is the maximum total
-    size in bytes. `is_cancelled` is polled, and unpacking stops when it returns true. Raise only `SandboxError`.
+    size in bytes. Unpacking is aborted after `timeout_s`, or when `is_cancelled`, which is polled, returns true. All errors are
+    `SandboxError`s.
     """
     deadline = time.monotonic() + timeout_s
 
     def check_deadline() -> None:
-        if is_cancelled() or time.monotonic() > deadline:
+        if is_cancelled():
+            raise SandboxError("copying the folder was cancelled")
+        if time.monotonic() > deadline:
             raise SandboxError(f"the folder took longer than {timeout_s:.0f} s to copy")
 
     try:
@@ -180,7 +185,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, check_deadline: Callable[[
 
 
 def is_complete(tar: IO[bytes]) -> bool:
-    """Return whether a tar file ends with its end marker. If it does, tar continued after any errors that it reported."""
+    """Return whether a tar file ends with the end marker. If so, tar continued to the end despite any errors that it reported."""
     end = tar.seek(0, os.SEEK_END)
     if end < 1024 or end % 512:
         return False
@@ -202,12 +207,12 @@ def parse_tar_errors(stderr: bytes) -> tuple[str, ...]:
 def _split_path(name: str) -> list[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise SandboxError("the folder contains a file name that points outside it")
+        raise SandboxError("the folder contains a file whose path leads outside the folder")
     return parts
 
 
 def stays_inside(depth: int, target: str) -> bool:
-    """Return whether a link `depth` folders below the root stays inside the root. Its target may go up only before it goes down."""
+    """Return whether a link `depth` folders below the root stays inside the root. Its target may contain `..` only at the start."""
     parts = [part for part in target.split("/") if part not in ("", ".")]
     ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and ups <= depth and ".." not in parts[ups:]

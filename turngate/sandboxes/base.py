@@ -54,7 +54,7 @@ class Preload(msgspec.Struct, frozen=True, kw_only=True):
     python: str  # the interpreter
     folder: str  # contains `__main__.py` and the packages; the program is started as `python folder …`
     modules: tuple[str, ...]  # modules to import in advance
-    env: Mapping[str, str] = {}  # variables that have these values in every run
+    env: Mapping[str, str] = {}  # environment variables that have these values in every run
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class Job(Protocol):
     async def wait(self) -> int:
         """Wait until the command has ended, and return its exit code.
 
-        It is 128 + n if signal n ended the command, and 137 if no exit code was reported, for example because the sandbox has ended.
+        The exit code is 128 + n if signal n ended the command, and 137 if none was reported, for example because the sandbox has ended.
         """
 
     async def kill(self, grace_s: float = 2.0) -> None:
@@ -115,7 +115,7 @@ class Sandbox(Protocol):
 
     @property
     def shared(self) -> tuple[Path, str] | None:
-        """The folder that host and sandbox share for unix sockets, as its path on the host and its path inside.
+        """The folder that host and sandbox share for unix sockets, as its path on the host and its path in the sandbox.
 
         None for remote sandboxes.
         """

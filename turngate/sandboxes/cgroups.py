@@ -62,7 +62,7 @@ def remove_group(name: str, mount: Path = MOUNT) -> None:
 
 
 def _is_unified(mount: Path) -> bool:
-    """Return whether the control groups have version 2, which has one tree for all controllers."""
+    """Return whether the control groups are version 2, which has one tree for all controllers."""
     return (mount / "cgroup.controllers").exists()
 
 

@@ -1,9 +1,9 @@
 """Limit the disk space of a sandbox on this machine.
 
 The kernel limits the size of each file (`RLIMIT_FSIZE`) and of memory-backed folders. Quotas for whole folders need a file system that was
-set up for them, so a watch measures the sandbox instead. Measuring a large folder takes seconds. Therefore only the free space of the file
-system is checked every second. The sandbox is measured about once a minute, and sooner if it could have exceeded its limit or the disk is
-nearly full.
+set up for them, so a `DiskWatch` measures the sandbox's disk use instead. Measuring a large folder takes seconds. Therefore only the free
+space of the file system is checked every second. The sandbox is measured about once a minute, and sooner if it could have exceeded its
+limit or the disk is nearly full.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FreeSpace(msgspec.Struct, frozen=True):
 
 
 class DiskWatch:
-    """Measures one sandbox. Calls `on_exceeded` with an error if the sandbox uses more than `limit` bytes.
+    """Measures one sandbox's disk use, and calls `on_exceeded` with an error if the sandbox uses more than `limit` bytes.
 
     If the machine's disk is nearly full, the limit is at most `RESERVE_BYTES`. `folder` is on the file system that the sandbox
     uses. After each call of `on_exceeded`, the sandbox may use another `limit` bytes, because its files are still there.
@@ -119,7 +119,7 @@ class DiskWatch:
 def measure_folder(folder: Path, processes: Iterable[int] = ()) -> int:
     """Return the disk space that a folder uses, in bytes, including deleted files that `processes` still have open.
 
-    The agent may be changing the folder during the measurement. A subfolder that is replaced with a link is not followed. Raise
+    The agent may be changing the folder during the measurement. If it replaces a subfolder with a link, the link is not followed. Raise
     `SandboxTooLarge` if folders are nested too deeply to be measured.
     """
     seen: set[tuple[int, int]] = set()  # files with several names, or open in several processes

@@ -392,7 +392,7 @@ class DockerBackend:
     async def check(self) -> None:
         if not shutil.which("docker"):
             raise SandboxUnavailable(
-                "docker is not installed; run apt-get install docker.io, or see https://docs.docker.com"
+                "docker is not installed; run `apt-get install docker.io`, or see https://docs.docker.com"
             )
         code, _, stderr = await try_docker("version", "--format", "{{.Server.Version}}")
         if code:
@@ -492,7 +492,7 @@ def _mount_option(source: str, target: str, *, writable: bool) -> str:
 
 
 def _make_readable(folder: Path) -> None:
-    """Let every user read a folder, because the container may have any user. Its private parent hides it from other users of the host."""
+    """Let every user read a folder, because the container may run as any user. A private parent hides it from the host's other users."""
     folder.chmod(0o755)
 
 
@@ -514,15 +514,15 @@ def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
 def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
     """Split environment variables into the content of an --env-file and those to pass through the docker command's own environment.
 
-    Values are never passed as arguments, because every user of the host can read those.
+    Values are never passed as arguments, which every user of the host can read.
     """
     lines, own = [], {}
     for name, value in env.items():
         if "\n" in value or "\r" in value or len(os.fsencode(value)) > MAX_ENV_LINE:
             if name.startswith(CLI_VARIABLES):
                 raise SandboxError(
-                    f"the variable {name} cannot be set in a container: the docker command reads it, too, and its value has line breaks "
-                    f"or more than {MAX_ENV_LINE} bytes; rename the variable, or give it a shorter value without line breaks"
+                    f"the environment variable {name} cannot be set in a container: the docker command reads it, too, and its value has "
+                    f"line breaks or more than {MAX_ENV_LINE} bytes; rename the variable, or give it a shorter value without line breaks"
                 )
             own[name] = value
         else:
@@ -541,7 +541,7 @@ async def _build_image(folder: Path) -> str:
         code, out, stderr = await try_docker(*command, timeout_s=3600)
         if code:
             raise SandboxError(
-                f"docker could not build {folder}/Dockerfile; the last lines of output:\n{_last_lines(stderr or out)}"
+                f"docker could not build {folder}/Dockerfile; the last lines of its output:\n{_last_lines(stderr or out)}"
             )
     return tag
 

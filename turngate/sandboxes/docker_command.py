@@ -62,7 +62,7 @@ async def spawn_docker(
         )
     except FileNotFoundError as error:
         raise SandboxUnavailable(
-            "docker is not installed; run apt-get install docker.io, or see https://docs.docker.com"
+            "docker is not installed; run `apt-get install docker.io`, or see https://docs.docker.com"
         ) from error
     except (OSError, ValueError) as error:
         raise SandboxError(f"cannot start docker: {error}") from error

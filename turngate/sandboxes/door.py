@@ -112,7 +112,7 @@ def _compile_route(path: str) -> re.Pattern[str]:
 def _socket_mode(folder: Path) -> int:
     """Return the mode for a socket in `folder`: 0o666 if other users, such as the user of a container, may enter the folder, else 0o600.
 
-    Mode 0o666 is safe, because the parent of a folder that other users may enter is private.
+    Mode 0o666 is safe, because the folder is inside a private one, which the host's other users cannot enter.
     """
     return 0o666 if folder.stat().st_mode & 0o007 else 0o600
 
@@ -164,7 +164,7 @@ async def open_door(
 ) -> AsyncIterator[GatewayDoor]:
     """Open a door to the gateway at the URL `gateway`.
 
-    It listens on a unix socket in `folder` or, without a folder, on a port of 127.0.0.1.
+    The door listens on a unix socket in `folder` or, without a folder, on a port of 127.0.0.1.
     """
     door = GatewayDoor(gateway, routes, on_call, sandboxes=SHARED_FACTOR if folder is None else 1)
     try:

@@ -219,7 +219,7 @@ def _import_sdk() -> ModuleType:
     try:
         import e2b
     except ImportError:
-        raise SandboxUnavailable("the E2B SDK is not installed; run pip install 'turngate[e2b]'") from None
+        raise SandboxUnavailable("the E2B SDK is not installed; run `pip install 'turngate[e2b]'`") from None
     return e2b
 
 

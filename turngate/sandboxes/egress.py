@@ -59,8 +59,8 @@ async def connect_sandbox(
 ) -> AsyncIterator[str]:
     """Keep the sandbox connected while the block runs, and yield the URL at which the agent can reach the gateway.
 
-    If no interpreter for the relay is on the sandbox's PATH, set `python` or `node` to the path of one. `give_up_s` limits how long a call
-    waits for a gateway that does not answer.
+    If no interpreter for the relay is on the sandbox's PATH, set `python` or `node` to an interpreter's path. `give_up_s` limits how long a
+    call waits for a gateway that does not answer.
     """
     async with AsyncExitStack() as stack:
         folder = f"{sandbox.home}/{RELAY_FOLDER}"
@@ -95,7 +95,10 @@ def _relay_target(sandbox: Sandbox, egress: GatewayDoor | Tunnel | str) -> str:
     if egress.socket is None:
         return egress.address
     if sandbox.shared is None or egress.socket.parent != sandbox.shared[0]:
-        raise SandboxError("the door's socket is not in the folder that this sandbox shares with the host")
+        raise SandboxError(
+            "the door's socket is not in a folder that the sandbox shares with the host; pass `folder=sandbox.shared[0]` to `open_door`, "
+            "or use a tunnel if the sandbox shares no folder"
+        )
     return f"unix:{sandbox.shared[1]}/{egress.socket.name}"
 
 

@@ -1,6 +1,7 @@
-"""The private host folder of a sandbox on this machine. It is named after the sandbox, and its file `owner` names the owning process.
+"""The private host folder of a sandbox on this machine. The sandbox's id is derived from the folder's name.
 
-`sweep_folders` removes the folders of owners that have ended, and kills the processes that they left behind.
+The file `owner` in the folder names the process that owns the sandbox. `sweep_folders` removes the folders whose owners have ended, and
+kills the remaining processes of their sandboxes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SLASH = "~"  # replaces slashes of the owner in the name of an unfinished folder
 
 
 def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
-    """Create a sandbox's folder with the subfolders `parts`. The name of the folder is the sandbox's id."""
+    """Create a sandbox's folder with the subfolders `parts`. The sandbox's id is derived from the folder's name, which is unique."""
     name = f"{kind}-{secrets.token_hex(6)}"
     try:
         root = _private_root(root)
@@ -51,7 +52,7 @@ def _private_root(root: Path | None) -> Path:
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise SandboxError(
-            f"{root} must be a private folder (mode 700, not a link) owned by this user; run chmod 700 {root}, or set TMPDIR to "
+            f"{root} must be a private folder (mode 700, not a link) owned by this user; run `chmod 700 {root}`, or set TMPDIR to "
             "another folder"
         )
     return root
@@ -77,7 +78,8 @@ def _sweep_folders(root: Path, kind: str) -> int:
 def _is_abandoned(unfinished: Path) -> bool:
     """Return whether an unfinished folder will never be completed.
 
-    Older versions of Turngate did not put the owner into the name. A folder without an owner counts as abandoned after `STALE_S` seconds.
+    Older versions of Turngate did not put the owner into the name. A folder without an owner in its name counts as abandoned after
+    `STALE_S` seconds.
     """
     _, _, owner_name = unfinished.name.partition(" ")
     if owner_name:
@@ -117,7 +119,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _find_processes(name: str) -> list[int]:
-    """Find the processes whose environment names the sandbox, and their descendants, which may have removed that variable."""
+    """Find the processes whose `SANDBOX_ENV` is `name`, and their descendants, which may have removed this environment variable."""
     mark = f"{SANDBOX_ENV}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():

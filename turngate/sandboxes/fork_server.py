@@ -1,10 +1,10 @@
 """A process that has imported an agent's libraries and forks the agent's processes, so that rollouts do not repeat the imports.
 
 `warm_start.py` runs it as `python fork_server.py FD`, with the agent's Python. FD is one end of a socket pair. The first message says what
-to import. The server refuses to serve if an import has an effect that forked processes would share or lack: threads, open files, signal
-handlers, child processes, output, files, or stored paths of the server's own HOME, TMPDIR and working folder. It reports which environment
-variables the imports have read, so that only processes with the same values are forked. Then it forks on request
-(`supervisor.py` explains supervisors and guards):
+to import. The server is not used if an import has an effect that forked processes would share or lack: threads, open files, signal
+handlers, child processes, printed output, new files, or stored paths of the server's own HOME, TMPDIR and working folder that a forked
+process cannot correct. The server reports which environment variables the imports have read, so that it is used only for processes in which
+these variables have the same values. Then it forks on request (`supervisor.py` explains supervisors and guards):
 
 - {"do": "supervise"}: another supervisor for a local sandbox; its guards can run the agent without an exec
 - {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox; the sandbox's supervisor becomes its parent
@@ -97,9 +97,9 @@ class WatchedEnvironment(type(os.environ)):  # type: ignore[misc]
 
 
 def import_modules(folder: str, modules: List[str], scratch: str) -> Dict[str, Any]:
-    """Import modules. Report the variables that they have read, and every fault that makes forking unsafe.
+    """Import modules. Return the environment variables that they have read, and every fault that makes forking unsafe.
 
-    Meanwhile, the folders `home`, `tmp` and `work` in `scratch` take the place of a rollout's folders.
+    During the imports, the folders `home`, `tmp` and `work` in `scratch` take the place of a rollout's folders.
     """
     sys.path[0] = folder
     os.chdir(f"{scratch}/work")
@@ -412,7 +412,10 @@ def replace_environment(env: Dict[str, str]) -> None:
 
 
 def describe_process(argv: List[str], env: Dict[str, str]) -> None:
-    """Make /proc show these arguments and variables, as it would after an exec. Turngate finds a sandbox's processes by the variables."""
+    """Make /proc show these arguments and environment variables, as it would after an exec.
+
+    Turngate finds a sandbox's processes by their environment variables.
+    """
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
     LIBC.malloc.restype, LIBC.sbrk.restype = ctypes.c_void_p, ctypes.c_void_p

@@ -46,7 +46,7 @@ POLLS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses between polls of a command; 
 
 
 class NotFoundError(SandboxError):
-    """The service returned status 404, for a file or for its sandbox. The Jobs proxy does not distinguish between the two."""
+    """The service returned status 404: either a file or the sandbox itself does not exist. The status does not distinguish the two."""
 
 
 class HuggingFaceBackend:
@@ -105,7 +105,7 @@ class HuggingFaceBackend:
         hub, api = _import_sdk(), _create_api()
         if spec.dockerfile:
             raise SandboxUnavailable(
-                "Hugging Face cannot build from a Dockerfile; push an image to a registry, and pass its name as the image"
+                "Hugging Face cannot build from a Dockerfile; build an image, push it to a registry, and pass the image's name"
             )
         if spec.network == "none" and not self._warned:
             self._warned = True
@@ -277,7 +277,7 @@ def _import_sdk() -> ModuleType:
         huggingface_hub.Sandbox  # noqa: B018  (missing in older releases)
     except (ImportError, AttributeError):
         raise SandboxUnavailable(
-            "the Hugging Face SDK is not installed or is too old; run pip install 'turngate[huggingface]'"
+            "the Hugging Face SDK is not installed or is too old; run `pip install 'turngate[huggingface]'`"
         ) from None
     return huggingface_hub
 

@@ -70,7 +70,7 @@ class PosixSandbox(ABC):
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> Job:
-        """Start a command with three host descriptors as its standard streams. The caller must close them.
+        """Start a command with three host descriptors as its standard streams. The caller remains the owner of the descriptors.
 
         Raise `SandboxError` if the sandbox has ended, or if the command cannot be sent to it.
         """
@@ -259,7 +259,7 @@ class CapturedOutput:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start_reading(self) -> None:
-        """Close our copy of the pipe's write end, which the command has inherited, and read until the command closes its copy."""
+        """Close our copy of the pipe's write end, and start reading. Reading ends when the command closes its inherited copy."""
         os.close(self.write_end)
         self.write_end = -1
         pipe = os.fdopen(self._read_end, "rb", 0)

@@ -1,13 +1,13 @@
 """Forward an agent's HTTP requests from 127.0.0.1 in a sandbox to the gateway, and retry until the gateway answers.
 
-`egress.py` runs it in the sandbox as `python3 relay.py --target FILE --port 0 --port-file FILE`. `relay.mjs` does the same in images
+`egress.py` runs this file in the sandbox as `python3 relay.py --target FILE --port 0 --port-file FILE`. `relay.mjs` does the same in images
 without Python. On the host, `door.py` uses the same classes. The target file contains the gateway's address: `unix:/path`,
 `http://host:port/prefix` or `https://…`. It is read again for every attempt, so a tunnel's new URL takes effect immediately.
 
-A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again. The
-same happens after a 404 or 5xx reply without the gateway's `x-turngate` header, because such a reply comes from a dead tunnel. A reply is
-forwarded as it arrives. If it is cut off, the agent's connection is cut off too. When the agent disconnects, the call to the gateway ends
-immediately. Once the gateway has accepted a WebSocket, bytes are forwarded in both directions until one side closes the connection.
+A request is read completely before it is sent. If the connection fails or ends before a reply, the request is sent again. The same happens
+after a 404 or 5xx reply without the gateway's `x-turngate` header, because such a reply comes from a dead tunnel. A reply is forwarded as
+it arrives. If it is cut off, the agent's connection is cut off too. When the agent disconnects, the call to the gateway ends immediately.
+Once the gateway has accepted a WebSocket, bytes are forwarded in both directions until one side closes the connection.
 
 One file, standard library only, Python 3.8 and newer.
 """
@@ -156,7 +156,7 @@ class ClientConnection:
         await self._wait_until(lambda: mark in self._buffer or len(self._buffer) > limit, limit + CHUNK_BYTES)
         end = self._buffer.find(mark)
         if end < 0 or end > limit:
-            raise RequestRefused(431, "the request's head is too large")
+            raise RequestRefused(431, "the request's head, or a line of its chunked body, is too long")
         return self._take(end + len(mark))
 
     async def read_request(self, reserve: Callable[[int], None]) -> HttpRequest:
@@ -223,7 +223,7 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
 
 
 def parse_head(head: bytes) -> tuple[str, list[tuple[str, str]]]:
-    """Split a head into its first line and its headers. Parsing is strict, because programs may parse a malformed request differently."""
+    """Split a head into its first line and its headers. A malformed head is rejected, because other programs may parse it differently."""
     first, *lines = head[:-4].decode("latin-1").split("\r\n")
     headers = []
     for line in lines:
@@ -253,7 +253,7 @@ def chunk_size(line: bytes) -> Optional[int]:
 class HttpRelay:
     """A relay that looks up its target before each attempt. With `give_up_s=0`, it makes only one attempt.
 
-    Subclasses may set limits and override `check_route`, `admit` and `log`. The first two may raise `RequestRefused`.
+    Subclasses may set limits and override `check_route`, `admit` and `log`. `check_route` and `admit` may raise `RequestRefused`.
     """
 
     body_limit = BODY_LIMIT  # maximum size of one body

@@ -351,7 +351,9 @@ class ShellSandbox:
         if code == NOT_A_FILE:
             raise SandboxError(f"{path} in the sandbox is not a file")
         if code:
-            raise SandboxError(f"{path}: {output.strip()[-300:] or f'exit code {code}'}")
+            raise SandboxError(
+                f"the sandbox reported an error for {path}: {output.strip()[-300:] or f'exit code {code}'}"
+            )
         return output
 
     async def _renew(self) -> None:
@@ -388,7 +390,10 @@ mkdir -p "$base/home" "$base/work" "$base/jobs" && chmod 700 "$base/jobs" && cd 
 def run_script(
     folder: str, command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err: str, has_input: bool
 ) -> str:
-    """Return a script that execs the command. It sets the variables itself, because a login shell's profile may change them."""
+    """Return a script that execs the command.
+
+    It sets the environment variables itself, because a login shell's profile may change them.
+    """
     if not command:
         raise SandboxError("a command must not be empty")
     if any("\0" in word for word in (*command, cwd, out, err, *env, *env.values())):

@@ -1,8 +1,8 @@
 """A tunnel: a command that prints a public URL and forwards requests from there to a local port (cloudflared, ngrok, ssh -R …).
 
 The tunnel is checked from outside, because the command of a dead tunnel often keeps running: `/health` at its URL must answer
-with the gateway's header. A tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to
-listeners. Providers limit how often a tunnel may be created, so the pause between attempts grows.
+with the gateway's header. A tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to the
+listeners (`Tunnel.notify`). Providers limit how often a tunnel may be created, so the pause between attempts grows.
 
 On Linux, the command ends with this process, even if this process is killed. The command inherits our environment. Variables that look like
 secrets (`SECRET_NAME`) are removed, unless their names start with TUNNEL_ or the command's name. For example, ngrok receives
@@ -109,7 +109,8 @@ class Tunnel:
             if not found.done():
                 end = f"exited with code {process.returncode}" if ended.done() else f"ran for {self.start_s:.0f} s"
                 raise SandboxError(
-                    f"the tunnel command {end} without printing a URL; the last lines of its output: {' | '.join(lines[-5:])[-400:]}"
+                    f"the tunnel command {end} without printing a URL; the last lines of its output: "
+                    f"{' | '.join(lines[-5:])[-400:] or 'none'}"
                 )
         except BaseException:
             await run_to_completion(self.stop())
@@ -204,7 +205,7 @@ class Tunnel:
 
 
 def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in `ours` that the tunnel command `program` may see."""
+    """Return the environment variables in `ours` that the tunnel command `program` may see."""
     own = ("TUNNEL_", f"{Path(program).name.upper().replace('-', '_')}_")
     return {name: value for name, value in ours.items() if not SECRET_NAME.search(name) or name.upper().startswith(own)}
 
@@ -221,7 +222,7 @@ def _led_command(command: Sequence[str]) -> list[str]:
 
 @asynccontextmanager
 async def open_tunnel(command: str | Sequence[str], url: str, **options: object) -> AsyncIterator[Tunnel]:
-    """Open a tunnel to `url`, an address of 127.0.0.1, while the block runs.
+    """Keep a tunnel to `url`, an address of 127.0.0.1, open while the block runs.
 
     In the command, `{url}` is replaced with `url`, and `{port}` with its port. `options` are passed to `Tunnel`.
     """

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +31,7 @@ from turngate.errors import SandboxError
 from turngate.sandboxes import fork_server, supervisor
 from turngate.sandboxes.base import Preload
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SETTING = "TURNGATE_WARM_STARTS"  # an environment variable: "on" (the default) or "off"
@@ -67,7 +69,7 @@ class ForkAnswer(msgspec.Struct, frozen=True):
 
 
 class ImportReport(msgspec.Struct, frozen=True):
-    """A server's report on its imports: why it cannot serve, or the variables that the imports have read, with their values."""
+    """A server's report on its imports: why it cannot serve, or the environment variables that the imports read, with their values."""
 
     fault: str
     reads: dict[str, str | None]
@@ -133,13 +135,13 @@ class ForkServer:
             text, pid = _receive(self._control)
         except BlockingIOError:
             if time.monotonic() > self._deadline:
-                self._give_up(f"its imports took longer than {IMPORT_S:.0f} s")
+                self._give_up(f"the fork server's imports took longer than {IMPORT_S:.0f} s")
             return
         except OSError:
             text, pid = b"", 0
         printed = os.pread(self._log, 500, 0).decode(errors="replace").strip()
         if not text:
-            self._give_up(f"it ended during its imports: {printed[-300:] or 'no output'}")
+            self._give_up(f"the fork server ended during its imports: {printed[-300:] or 'no output'}")
             return
         report = msgspec.json.decode(text, type=ImportReport)
         if fault := report.fault or (f"an import prints: {printed[:200]}" if printed else ""):
@@ -175,7 +177,7 @@ class ForkServer:
     def hold(self) -> socket.socket:
         """Keep the server from exiting, even if it is idle, until the returned socket is closed."""
         ours, theirs = socket.socketpair()
-        with theirs, suppress(OSError):  # if the server has exited, the next fork fails
+        with theirs, suppress(OSError):  # if the server has exited or is too busy, a later fork may fail
             self._send({"do": "hold"}, [theirs.fileno()])
         return ours
 
@@ -184,22 +186,14 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.setblocking(False)
-        with theirs:
-            try:
-                self._send(message, [theirs.fileno(), *fds])
-            except OSError as error:
-                ours.close()
-                raise ForkFailed("the fork server has exited") from error
         deadline = time.monotonic() + ANSWER_S
         try:
-            while True:
+            with theirs:
                 try:
-                    text, pid = _receive(ours)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise ForkFailed(f"no answer within {ANSWER_S:.0f} s") from None
-                    await asyncio.sleep(0.002)
+                    await _retry_while_blocked(lambda: self._send(message, [theirs.fileno(), *fds]), deadline)
+                except OSError as error:
+                    raise ForkFailed("the fork server has exited") from error
+            text, pid = await _retry_while_blocked(lambda: _receive(ours), deadline)
             answer = (
                 msgspec.json.decode(text, type=ForkAnswer) if text else ForkAnswer(error="the forked process ended")
             )
@@ -302,6 +296,17 @@ class ForkedProcess:
             os.close(self._fd)
             self._fd = -1
         self.handshake.close()
+
+
+async def _retry_while_blocked(call: Callable[[], T], deadline: float) -> T:
+    """Repeat a call on a non-blocking socket until the socket is ready. Raise `ForkFailed` after the deadline."""
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ForkFailed(f"no answer within {ANSWER_S:.0f} s") from None
+        await asyncio.sleep(0.002)
 
 
 def _receive(control: socket.socket) -> tuple[bytes, int]:

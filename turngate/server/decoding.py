@@ -108,11 +108,12 @@ def _read_value(name: str, text: str, kind: msgspec.inspect.Type) -> object:
             return _read_value(name, text, other)
         case msgspec.inspect.LiteralType(values=known):
             if text not in known:
-                raise _wrong(name, f"one of {', '.join(map(str, known))}", text)
+                *most, last = [repr(value) for value in known if value]  # an empty value means the default
+                raise _wrong(name, f"{', '.join(most)} or {last}" if most else last, text)
             return text
         case msgspec.inspect.IntType():
             if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-                raise _wrong(name, "an integer, 0 or more", text)
+                raise _wrong(name, f"a non-negative integer of at most {_MAX_DIGITS} digits", text)
             return int(text)
         case msgspec.inspect.FloatType():
             return _read_seconds(name, text)

@@ -21,7 +21,7 @@ _SHELL = "shell"  # runs its instruction as a shell script, so it is allowed onl
 
 
 class Agents:
-    """The allowed agents. Their descriptions are loaded when the service starts. Each is installed when a rollout first needs it."""
+    """The allowed agents. Their descriptions are loaded when the service starts. An agent is installed when a rollout first needs it."""
 
     def __init__(self, config: ServiceConfig) -> None:
         agents = [specs.find_agent(name) for name in config.agents] or [
@@ -52,7 +52,7 @@ class Agents:
         return [self._default, *(name for name in self._specs if name != self._default)]
 
     def find(self, name: str) -> AgentSpec:
-        """Return the agent with a given name, or the default agent if the name is empty. Raise `BadRequest` if it is not allowed."""
+        """Return the agent with a given name, or the default agent if the name is empty. Raise `BadRequest` if the agent is not allowed."""
         spec = self._specs.get(name or self._default)
         if spec is None:
             raise BadRequest(

@@ -5,6 +5,7 @@ The agent wrote these files, so they are untrusted. Symlinks are not followed, a
 
 from __future__ import annotations
 
+import filecmp
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dic
 
 def _is_unchanged(path: Path, before: Path) -> bool:
     try:
-        return path.stat().st_size == before.stat().st_size and path.read_bytes() == before.read_bytes()
+        return filecmp.cmp(path, before, shallow=False)
     except OSError:
         return False
 

@@ -7,7 +7,7 @@
     key_env = "VLLM_KEY"                # the NAME of the environment variable with the endpoint's key
 
 The part before `://` is the kind of endpoint, and the part after it is a name. A caller's own endpoint (`endpoint_url`) is accepted only if
-`allowed_hosts` lists its host. The server's keys are never sent to it.
+`allowed_hosts` lists its host. The server's keys are never sent to such an endpoint.
 """
 
 from __future__ import annotations
@@ -210,11 +210,14 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def why_not(self, mode: Mode) -> str:
         """Return why the endpoint does not support a mode and, if possible, what to do instead."""
+        has_mode = {"observe": self.kind.observe, "direct": self.kind.speaks}.get(mode)
+        if has_mode and len(self.urls) != 1:
+            return f"{mode} mode needs exactly one URL, and this endpoint has {len(self.urls)}"
         if mode == "direct" and self.key_env and self.kind.speaks:
             return "direct mode never sends the endpoint's key; use observe mode"
         if mode in ("exact", "gate") and self.kind.exact:
             return f"{mode} mode needs a tokenizer"
-        if mode in ("exact", "gate"):
+        if mode in ("exact", "gate") and self.scheme != "gateway":
             return f"{self.scheme} endpoints do not accept token ids"
         return f"this {self.scheme} endpoint does not support {mode} mode"
 
@@ -274,7 +277,7 @@ class Catalog:
     def choose(
         self, model_key: str, mode: str = "", thinking: bool | None = None, endpoint_url: str = ""
     ) -> EndpointChoice:
-        """Return the endpoint and the mode for a request. Raise `BadRequest` with the valid alternatives if an argument is invalid."""
+        """Return the endpoint and the mode for a request. Raise `BadRequest` if an argument is invalid or the endpoint's key is not set."""
         endpoint = self._build_custom(model_key, endpoint_url) if endpoint_url else self._entries.get(model_key)
         if endpoint is None:
             near = suggestion(model_key, list(self._entries)) or "; this server's catalog has no endpoints"
@@ -299,7 +302,7 @@ class Catalog:
             )
         if chosen != "direct" and not endpoint_url and not key_is_set(endpoint):
             raise BadRequest(
-                f"the server has no key for the model_key {endpoint.key}; set {endpoint.key_env} in the server's environment",
+                f"the server has no key for the endpoint {endpoint.key}; set {endpoint.key_env} in the server's environment",
                 param="model_key",
             )
         return EndpointChoice(endpoint=endpoint, mode=chosen, is_custom=bool(endpoint_url))
@@ -313,8 +316,8 @@ class Catalog:
             if match is None or not KINDS.get(match[1], EndpointKind()).speaks:
                 kinds = [name for name, kind in KINDS.items() if kind.speaks]
                 raise BadRequest(
-                    f"if endpoint_url is set, model_key must have the form KIND://MODEL, not {model_key[:80]!r} (kinds: "
-                    f"{', '.join(kinds)})",
+                    f"if endpoint_url is set, model_key must be a catalog key or have the form KIND://MODEL, not {model_key[:80]!r} "
+                    f"(kinds: {', '.join(kinds)})",
                     param="model_key",
                 )
             return Endpoint(key=model_key, url=url)

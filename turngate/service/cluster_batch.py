@@ -1,4 +1,4 @@
-"""Run a batch of the Python API on a Ray cluster, like `turngate batch --ray`, and return results like those of the service.
+"""Run a Python API batch on a Ray cluster, as `turngate batch --ray` does, and return results like those of the service.
 
 async with open_cluster_batch(config, place, request, tasks, n, folder) as batch:
     async for finished in batch.rollouts(watch):
@@ -137,7 +137,8 @@ async def open_cluster_batch(
 ) -> AsyncIterator[ClusterBatch]:
     """Open a batch of n rollouts of each task: start a gateway on the shared store, and a cell on each node.
 
-    `request` contains the settings that all rollouts share; its task and timeout are not used. The batch's ledger is written to `folder`.
+    `request` contains the settings that all rollouts share; its `task`, `group`, `agent_timeout_s` and `endpoint_url` are not used. The
+    batch's ledger is written to `folder`.
     """
     place.check()
     request = request.check()

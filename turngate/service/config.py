@@ -63,7 +63,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     clamp: Clamp = Clamp()  # limits on the large fields of a result, see below
 
     def check(self) -> ServiceConfig:
-        """Validate constraints across fields. Raise `ConfigError` if one is violated."""
+        """Return the settings unchanged, or raise `ConfigError` if they are invalid."""
         if self.sandbox not in BACKENDS:
             raise ConfigError(f"sandbox must be one of {', '.join(BACKENDS)}, not {self.sandbox!r}", param="sandbox")
         if self.public_url and self.tunnel:

@@ -1,4 +1,4 @@
-"""Convert a trace to turns and to a conversation. There is no I/O, but a long trace takes a while, so do this in a thread."""
+"""Convert a trace to turns and to a conversation. No I/O. Long traces take a while, so call these functions in a thread."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _prompt_lengths(view: TraceView) -> dict[int, int]:
 
 
 def _take_logprobs(index: int, turn: TurnView, truncator: Truncator, remaining: int) -> tuple[list[float] | None, int]:
-    """Return a turn's log-probabilities, and how many more the result can hold. They are None if unknown or if they do not all fit."""
+    """Return a turn's log-probabilities, and how many more the result can hold. The list is None if it is unknown or does not fit."""
     if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
         return None, remaining
     if not truncator.clamp.logprobs:

@@ -72,7 +72,7 @@ class RolloutEventLog:
             await asyncio.sleep(pause_s)
 
     def _append_from_gateway(self, active: ActiveRollout, event: GatewayEvent) -> bool:
-        """Store a gateway event unless it is already stored. Return False if that fails and the event must be read again."""
+        """Store a gateway event unless it is already stored. Return False if it could not be stored and must be read again."""
         if event.seq > active.seq:
             self.append(active, event.kind, event.data, seq=event.seq, at=event.time)
         return active.seq >= event.seq

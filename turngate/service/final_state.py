@@ -54,7 +54,7 @@ def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: 
 
 
 def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutState:
-    """Build the final state of a rollout whose result could not be built. If it has an outcome, the error becomes only a note."""
+    """Build the final state of a rollout whose result could not be built. If the rollout has an outcome, the error is only noted."""
     outcome = active.outcome
     state = _mark_done(active.state)
     failed = _apply_error(active, state, error, "result")
@@ -117,7 +117,7 @@ def _mark_done(state: RolloutState, **changes: object) -> RolloutState:
 
 
 def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
-    """Return the state of a rollout that ended with an error, either before it started or because of a bug in Turngate."""
+    """Add an error to the state of a rollout. An error that is not a `TurngateError` is logged, and only its type is shown."""
     if isinstance(error, TurngateError):
         info = ErrorInfo(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
     else:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Finalizer:
-    """Builds and stores the result of a rollout whose work has ended. If an optional part fails, it adds a note and keeps the grade."""
+    """Builds and stores the result of a rollout whose work has ended. If an optional part fails, a note is added and the grade is kept."""
 
     def __init__(
         self, config: ServiceConfig, storage: ServiceStorage, events: RolloutEventLog, history: RolloutHistory

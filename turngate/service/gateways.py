@@ -1,8 +1,8 @@
 """The service's gateways: one for each endpoint and mode. They run in this process and are started when first needed.
 
 Each gateway has its own folder, `DATA/gateways/NAME`. Traces survive a restart, and `turngate show --data` and feeds can read them. A
-`gateway://` entry in the catalog is a gateway that is already running. The gateway of a caller's own endpoint stops when its last rollout
-ends. Its folder is deleted when the service forgets the last rollout that used the gateway.
+`gateway://` entry in the catalog stands for a gateway that is already running; the service does not start one. The gateway of a caller's
+own endpoint stops when its last rollout ends. Its folder is deleted when the service forgets the last rollout that used the gateway.
 """
 
 from __future__ import annotations
@@ -84,11 +84,12 @@ class Gateways:
 
     @asynccontextmanager
     async def connect(self, choice: EndpointChoice) -> AsyncIterator[GatewayConnection]:
-        """Connect to the gateway of an endpoint and mode, and start it if necessary. It runs at least until the end of the block."""
+        """Connect to the gateway of an endpoint and mode. Start it if necessary. It keeps running at least until the end of the block."""
         name = choice.gateway_name
         if (gateway := self._running.get(name)) is not None and gateway.choice != choice:
             raise BadRequest(
-                "endpoint_url conflicts with a different endpoint whose gateway has the same name", param="endpoint_url"
+                "endpoint_url conflicts with a different endpoint whose gateway has the same name; choose a different endpoint_url",
+                param="endpoint_url",
             )
         self._users[name] += 1
         try:
@@ -113,7 +114,7 @@ class Gateways:
         return await asyncio.shield(gateway.ready)
 
     async def delete_unused(self, needed: Collection[str]) -> None:
-        """Delete the folders of gateways for callers' own endpoints, except those that are running or listed in `needed`."""
+        """Delete the folders of gateways for callers' own endpoints. Keep those of gateways that are in use or named in `needed`."""
         folder = Path(self._config.data) / "gateways"
         for path in await asyncio.to_thread(lambda: list(folder.glob(f"{CUSTOM_PREFIX}*"))):
             is_used = path.name in needed or path.name in self._users or path.name in self._stopping
@@ -185,7 +186,7 @@ def _load_local_engine(config: ServeConfig) -> Engine:
         from turngate.engines.local import LocalEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"local:// endpoints need {error.name}; run pip install 'turngate[local]'", param="endpoints"
+            f"local:// endpoints need {error.name}; run `pip install 'turngate[local]'`", param="endpoints"
         ) from None
     return LocalEngine(
         find_tokenizer(config.model_folder or config.tokenizer), max_context=config.max_context, served=config.model

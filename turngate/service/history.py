@@ -1,4 +1,4 @@
-"""Rollouts that have ended: states in memory, results on disk. Rollouts that an earlier process left unfinished are ended here."""
+"""Rollouts that have ended: states in memory, results on disk. Rollouts that an earlier process left unfinished are marked as ended."""
 
 from __future__ import annotations
 

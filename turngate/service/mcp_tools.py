@@ -323,7 +323,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="list_rollouts",
             title="List rollouts",
-            description="List rollouts, newest first, including those of other clients and from before a restart of the server.",
+            description="List rollouts, newest first, including those of other clients and those from before a restart of the server.",
             arguments=(ListRollouts,),
             result=RolloutList,
             call=_list,

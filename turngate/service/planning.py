@@ -26,14 +26,17 @@ from turngate.service.catalog import EndpointChoice
 from turngate.service.config import ServiceConfig
 from turngate.service.request import AnyRequest, RolloutRequest, SweRolloutRequest, TaskRolloutRequest, decode_content
 from turngate.tasks.loaders import swe
-from turngate.tasks.task import Script, Task, to_task_id
+from turngate.tasks.task import Rubric, Script, Swe, Task, to_task_id
 from turngate.types import Json
 
 _REWARD_FILE = re.compile(r"reward\.(txt|json)")
 
 
 def build_task(request: AnyRequest, config: ServiceConfig, inputs: Path) -> Task:
-    """Build the task of a request. `inputs` is the folder that `write_inputs` fills. Raise `BadRequest` if a SWE row is invalid."""
+    """Build the task of a request. `inputs` is the folder that `write_inputs` fills.
+
+    Raise `BadRequest` if a SWE row is invalid or names an image that is not allowed.
+    """
     if isinstance(request, TaskRolloutRequest):
         return request.task
     if isinstance(request, SweRolloutRequest):
@@ -95,8 +98,16 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
 
 
 def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
-    """Return the folder with the uploaded files that the agent started with, or None if the agent started with a whole repository."""
-    return None if isinstance(request, SweRolloutRequest) else inputs / "files"
+    """Return the folder with the files that the agent started with, or None if the agent started with a whole repository."""
+    if isinstance(request, SweRolloutRequest):
+        return None
+    if isinstance(request, RolloutRequest):
+        return inputs / "files"
+    if request.task.files is not None:
+        return request.task.files
+    grader = request.task.grader
+    graders = [part.grader for part in grader.parts] if isinstance(grader, Rubric) else [grader]
+    return None if any(isinstance(one, Swe) for one in graders) else inputs / "files"
 
 
 def build_rollout_spec(

@@ -122,7 +122,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return sum(_estimate_size(content) for content in self.upload_files.values()) + len(self.test_script)
 
     def without_files(self) -> RolloutRequest:
-        """Return a copy without the files and the test script. It replaces the request once they are on disk."""
+        """Return a copy without the files and the test script. The copy replaces the request once the files are on disk."""
         return msgspec.structs.replace(self, upload_files={}, test_script="")
 
 
@@ -158,7 +158,7 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return len(msgspec.json.encode(self.task))
 
     def without_files(self) -> SweRolloutRequest:
-        """Return a copy without the row. It replaces the request once the task is built."""
+        """Return a copy without the row. The copy replaces the request once the task is built."""
         return msgspec.structs.replace(self, task={})
 
 
@@ -281,7 +281,7 @@ def _normalize_path(name: str, where: str) -> str:
 
 
 def decode_content(content: str | Base64File) -> Iterator[bytes]:
-    """Decode a validated file in chunks, so that other threads can run in between. Call it in a thread."""
+    """Decode a validated file in chunks, so that other threads can run in between. Call this in a thread."""
     text = content if isinstance(content, str) else content.base64
     for at in range(0, len(text), _CHUNK):
         chunk = text[at : at + _CHUNK]

@@ -56,7 +56,7 @@ class RolloutTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a rollout that has ended or, if `done` is false, its progress."""
+    """The result of a rollout or, if `done` is false, its progress so far."""
 
     rollout_id: str
     task_id: str

@@ -81,9 +81,9 @@ class _Parts(msgspec.Struct, frozen=True):
 
 
 class Rollouts(AbstractAsyncContextManager["Rollouts"]):
-    """The service. Use it as an async context manager.
+    """The rollout service. Use it as an async context manager.
 
-    `backend` replaces the configured sandboxes. `engines` maps catalog keys to engines that run in this process.
+    `backend` replaces the configured sandbox backend. `engines` maps catalog keys to engines that run in this process.
     """
 
     def __init__(
@@ -229,7 +229,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 await asyncio.wait_for(active.changed.wait(), remaining_s)
 
     async def abort(self, rollout: str, reason: str = "") -> RolloutState:
-        """Stop a rollout at any stage, and return its final state once its agent and sandbox are gone. Do nothing if it has ended."""
+        """Stop a rollout at any stage, and return its final state once its agent and sandbox are gone.
+
+        A rollout that has ended is left unchanged.
+        """
         active = self._active.get(rollout)
         if active is None:
             return self._parts.history.find(rollout)
@@ -259,8 +262,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     def list(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
         """List rollouts, newest first.
 
-        `status` selects the rollouts with this status, or, if it is `done`, all that have ended. `before` selects those that are older than
-        the rollout with this id.
+        `status` selects the rollouts with that status; the value `done` selects all that have ended. `before` is the id of a rollout, and
+        selects only older rollouts.
         """
         known = (*STATES, "done")
         if status and status not in known:
@@ -289,7 +292,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     @asynccontextmanager
     async def gateway(self, rollout: str) -> AsyncIterator[GatewayClient]:
-        """Connect to the gateway with the rollout's trace, for reading whole traces, rows and verdicts. Start the gateway if necessary."""
+        """Connect to the gateway that has the rollout's trace, to read traces, rows and verdicts. Start the gateway if necessary."""
         active = self._active.get(rollout)
         if active is not None and active.connection is not None:
             yield active.connection.client

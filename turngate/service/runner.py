@@ -98,7 +98,7 @@ class RolloutRunner:
                 slot.leave()
 
     async def _write_inputs(self, active: ActiveRollout) -> None:
-        """Move the caller's files from memory to disk, while the rollout is still waiting for a slot."""
+        """Move the caller's files from memory to disk at once, so that a queued rollout does not keep them in memory."""
         await asyncio.to_thread(write_inputs, active.request, self._storage.inputs_folder(active.id))
         active.request = active.request.without_files()
 

@@ -3,7 +3,7 @@
     service.db              the state and the events of every rollout; an event is written before callers see it
     results/ID.json         the result; results/ID.messages.json is the whole conversation
     left/ID/                the files that the agent left behind
-    inputs/ID/              the files and tests that the caller sent, while the rollout runs
+    inputs/ID/              the files and tests that the caller sent; deleted when the rollout ends
 
 Database methods run on the event loop, because a commit takes only a twentieth of a millisecond. File methods block: run them in threads.
 """
@@ -57,8 +57,8 @@ class ServiceStorage:
             self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_SCHEMA}; COMMIT;")
         elif version != _SCHEMA:
             raise ConfigError(
-                f"data folder {self.folder} was written by a different version of Turngate (schema {version}, this version reads "
-                f"{_SCHEMA}); choose a different folder",
+                f"data folder {self.folder} has schema version {version}, but this version of Turngate supports only schema version "
+                f"{_SCHEMA}; choose a different folder",
                 param="data",
             )
 

@@ -1,4 +1,4 @@
-"""Pack a task for another machine: its fields as data, and its files as a tar archive that is named after its content.
+"""Pack a task for another machine: its fields as data, and its files as a tar archive named by the SHA-256 of its content.
 
 An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link stays a link.
 Devices, pipes and sockets are left out, as they are when files are uploaded to a sandbox. `archive_cache.py` stores and unpacks archives.
@@ -173,7 +173,7 @@ def function_names(grader: Grader | None) -> list[str]:
 
 
 def _walk(name: str, root: Path) -> Iterator[tuple[tarfile.TarInfo, Path]]:
-    """Yield the members of a file or folder, each folder before its content. Use no recursion, because folders may be deeply nested."""
+    """Yield the members of a file or folder, each folder before its content. Folders may be deeply nested, so this is not recursive."""
     waiting = [(name, root, root.stat())]  # the root may be a link
     while waiting:
         name, path, status = waiting.pop()

@@ -181,7 +181,7 @@ class ArchiveCache:
                 finally:
                     Path(new.name).unlink(missing_ok=True)
         except OSError as error:
-            raise ArchiveError(f"{self._folder} cannot be written ({error.strerror})") from None
+            raise ArchiveError(f"{self._folder} cannot be written to ({error.strerror})") from None
 
     def _keep(self, new: IO[bytes], digest: str) -> None:
         new.flush()
@@ -258,7 +258,7 @@ class ArchiveCache:
             raise ArchiveError(f"archive {folder.name[:12]} cannot be unpacked: {error.message}") from None
         except OSError as error:
             if not _matches(file, folder):  # otherwise another process was faster
-                raise ArchiveError(f"{folder} cannot be written ({error.strerror})") from None
+                raise ArchiveError(f"{folder} cannot be written to ({error.strerror})") from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -272,7 +272,7 @@ def read_cache_bytes(environment: Mapping[str, str]) -> float:
         size = math.nan
     if not size >= 0:
         raise ConfigError(
-            f"{CACHE_VARIABLE} must be a number of gigabytes, such as 20 (0 means no limit), not {text!r}",
+            f"{CACHE_VARIABLE} must be 0 (no limit) or a positive number of gigabytes, such as 20, not {text!r}",
             param=CACHE_VARIABLE,
         )
     return size * 1e9 or math.inf
@@ -372,7 +372,7 @@ def _read_state(folder: Path) -> bytes | None:
     """Return a hash of a folder's state, without reading its files. Every change in the folder changes the hash.
 
     The hash includes the change time of each file (`ctime`), which programs cannot set. The clock may be coarse, so two changes in quick
-    succession can have the same time. Therefore, return None if the folder has just changed. Also return None if it cannot be read.
+    succession can have the same time. Therefore, return None if the folder has just changed. Also return None if the folder cannot be read.
     """
     settled_ns = time.time_ns() - _SETTLED_NS
     state = hashlib.sha256()

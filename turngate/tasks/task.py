@@ -1,6 +1,6 @@
 """The parts of a task: the instruction, the files and setup that the agent starts with, and the grader of the outcome.
 
-A task is data. The modules in `loaders/` build tasks, `staging.py` sets one up in a sandbox, and `grading/` grades the outcome. Graders
+A task is data. The modules in `loaders/` build tasks, `staging.py` sets up a task in a sandbox, and `grading/` grades the outcome. Graders
 and solutions never enter the agent's sandbox, except where a scripted model replays a solution (`reference.py`).
 """
 
@@ -21,7 +21,7 @@ MAX_INSTRUCTION = 1_000_000  # characters
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
-    """A script that grades the agent's work in a fresh sandbox. `files` are copied to /tests in that sandbox, after the work."""
+    """A script that grades the agent's work in a fresh sandbox, with `files` in /tests and, unless there is a probe, a copy of the work."""
 
     files: Path | None = None
     command: tuple[str, ...] = ("bash", "/tests/test.sh")

@@ -1,7 +1,7 @@
 """Convert the routed experts of a row to the formats that trainers accept for router replay.
 
 The last token of a row was never an input of the engine. It has no experts and needs none, because nothing is predicted from it. If any
-other token has none, these functions raise `IncompleteExperts` instead of inventing experts. The exception is `to_nemo_rl`, because
+other token has none, these functions raise `IncompleteExperts` instead of inventing experts. Only `to_nemo_rl` accepts such rows, because
 NeMo-RL's format can mark experts as missing.
 
     column = row.side["routed_experts"]                                        # from a feed with side=("routed_experts",)
@@ -34,7 +34,7 @@ class PrimeRlExperts(msgspec.Struct, frozen=True):
 
 
 def to_verl(column: SideColumn, tokens: int) -> np.ndarray:
-    """Return `AgentLoopOutput.routed_experts`: one entry for each token of prompt and response except the last."""
+    """Return `AgentLoopOutput.routed_experts`: one entry for each token of the prompt and the response, except the last token."""
     if not has_all_experts(column, tokens):
         raise IncompleteExperts(
             f"only the spans {column.spans} of {tokens} tokens have routed experts, but a trainer needs those of all tokens except the last"

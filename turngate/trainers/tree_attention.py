@@ -1,6 +1,6 @@
 """Attention over packed trees: which tokens may attend to which, as one range per token. Needs torch.
 
-The tokens of a tree are in depth-first order. So a token is attended to by the tokens from itself to the end of the last segment below it
+The tokens of a tree are in depth-first order. So a token is attended to by the tokens from itself to the end of its segment's subtree
 (`until`), and by no others. `FlexAttention` needs n numbers for that; a dense mask needs n² bytes.
 """
 
@@ -53,6 +53,6 @@ def make_block_mask(until: Tensor) -> BlockMask:
 
 
 def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries the number of chosen blocks of keys, and the indices of all blocks, chosen ones first."""
+    """Return, for each block of queries, the number of chosen blocks of keys and the indices of all blocks, with the chosen ones first."""
     indices = (~chosen).to(torch.int32).argsort(dim=1, stable=True).to(torch.int32)
     return chosen.sum(1, dtype=torch.int32)[None, None], indices[None, None]

@@ -6,7 +6,7 @@
     output = scaled_dot_product_attention(q, k, v, attn_mask=batch.dense_mask(), enable_gqa=True)               # on any device
     now = log_softmax(scores[batch.previous[batch.trained]], -1)       # for each trained token, predicted from the token before it
 
-PyTorch's FlexAttention has no backward pass on CPUs. Functions import torch when they are called.
+PyTorch's FlexAttention has no backward pass on CPUs. This module imports torch only when its functions are called.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_trees(path: Path) -> Iterator[ExportedTree]:
     if path.suffix == ".parquet":
         if find_spec("pyarrow") is None:
             raise ConfigError(
-                f"path: {path}: reading a Parquet file needs pyarrow; run pip install 'turngate[parquet]'", param="path"
+                f"{path}: reading a Parquet file needs pyarrow; run `pip install 'turngate[parquet]'`", param="path"
             )
         with import_module("pyarrow.parquet").ParquetFile(path) as file:
             for part in file.iter_batches():
@@ -101,7 +101,11 @@ def read_trees(path: Path) -> Iterator[ExportedTree]:
                 raise ConfigError(f"{path}: line {number} is not JSON: {error}", param="path") from None
             if not isinstance(record, dict):
                 raise ConfigError(f"{path}: line {number} is not a JSON object", param="path")
-            yield decode_tree(record)
+            try:
+                tree = decode_tree(record)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: line {number}: {error.message}", param="path") from None
+            yield tree
 
 
 def pack_trees(trees: Sequence[ExportedTree | DeliveredTree], device: str = "cpu") -> TreeBatch:
@@ -241,7 +245,7 @@ def find_advantage(exported: ExportedTree) -> float:
     if exported.advantage is None:
         raise ConfigError(
             f"session {exported.session} has no advantage, because its reward is unknown, or its group has no other reward to compare it "
-            "with; export with --unscored drop, or with a different --advantage",
+            "with; export with `--unscored drop`, or with a different --advantage",
             param="advantage",
         )
     return exported.advantage

@@ -162,7 +162,7 @@ def test_trainer_and_worker_need_same_checkpoint(
     (tmp_path / STATE).write_text('{"feed":"f","delivery":9}')
     (tmp_path / LAST).write_text("{}")
     with pytest.raises(
-        ConfigError, match=r"its worker resumes from the committed deliveries; pass the same checkpoint to both"
+        ConfigError, match=r"its worker starts after the committed deliveries; pass the same checkpoint to both"
     ):
         trainer_without_model._inner_training_loop(resume_from_checkpoint=str(tmp_path))
     worker = TurngateWorker(trainer_without_model.rollout_worker.config, admin_key="k", checkpoint=tmp_path)

@@ -32,7 +32,7 @@ from turngate.tasks.task import Function, Task
 
 
 class Subject:
-    """The work as a grading function sees it. Its attributes are read-only, so that a function cannot change them for other graders."""
+    """The work as a grading function sees it. All attributes are read-only."""
 
     def __init__(self, task: Task, work: Work, owner: _SubjectSandbox) -> None:
         self._task, self._work, self._sandbox_owner = task, work, owner
@@ -43,7 +43,10 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        """The agent's final working folder or, for the untouched task, the initial one. None of its links point outside it."""
+        """A copy on the host of the agent's final working folder or, for the untouched task, of the initial one.
+
+        None of its links point outside it.
+        """
         return self._work.folder
 
     @property
@@ -56,7 +59,7 @@ class Subject:
         return await self._sandbox_owner.read_turns(self._work)
 
     def turns(self) -> tuple[GradedTurn, ...]:
-        """Do the same as `read_turns`, for a grading function that is not async."""
+        """Return the same turns as `read_turns`, for a grading function that is not async."""
         reading = self._sandbox_owner.read_turns(self._work)
         return asyncio.run_coroutine_threadsafe(reading, self._sandbox_owner.loop).result()
 
@@ -82,15 +85,15 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Do the same as `exec`, for a grading function that is not async."""
+        """Run a command in the same way as `exec`, for a grading function that is not async."""
         coroutine = self._sandbox_owner.exec(command, env, stdin, timeout_s)
         return asyncio.run_coroutine_threadsafe(coroutine, self._sandbox_owner.loop).result()
 
 
 class _SubjectSandbox:
-    """The sandbox of a subject, created when it is first used.
+    """The sandbox of a subject, created on first use.
 
-    It records sandbox and gateway faults. A function that catches such an exception and returns a reward is still reported as a fault.
+    Sandbox and gateway faults are recorded. They are reported even if the function catches the exception and returns a reward.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Grading of one agent's work on one task, in a fresh sandbox. All rewards except the zeros of an end policy come from `grade`.
+"""Grading of one agent's work on one task, in a fresh sandbox. All rewards come from `grade`, except the zeros that an end policy assigns.
 
     the grader returns a reward                 → graded
     it crashes, hangs or returns no reward      → run the control: the same grader on the untouched task, once per task and process
@@ -7,7 +7,7 @@
     a sandbox, a disk or the gateway fails      → infrastructure fault: retried, and never given a reward
 
 The work's processes can stop the sandbox or make its output unreadable. If that happens, grading is retried once before the work is
-considered at fault. An unexpected error in Turngate's own code counts as a crash of the grader.
+considered at fault. If Turngate's own code fails unexpectedly while it grades the work, this counts as a crash of the grader.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ async def _run_with_retry(
 
 def _describe_loss(error: SandboxError) -> str:
     if isinstance(error, OutputUnreadable):
-        return f"the output that the work left in the grader's sandbox cannot be read ({error.message})"
+        return f"the output that the work left in the grader's sandbox could not be read ({error.message})"
     return f"the grader's sandbox was lost ({error.message})"
 
 
@@ -173,7 +173,7 @@ _control_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakVal
 
 
 async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnvironment) -> GraderResult:
-    """Run the same grader on the untouched task. Cache its decision, but not a sandbox fault."""
+    """Run a grader on the untouched task, to compare with its run on the work. Cache its decision, but not a sandbox fault."""
     files = await asyncio.to_thread(_fingerprint_files, task, grader)
     identity = repr((task, grader, files, environment.backend.name, environment.image, environment.resources))
     key = hashlib.sha256(identity.encode("utf-8", "backslashreplace")).hexdigest()

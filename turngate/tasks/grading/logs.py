@@ -7,8 +7,8 @@
 | `swebench:<owner/repo>` | the `swebench` package's parser for that repository (extra `swe`) |
 | `swebench:<parser>`, `rebench:<parser>` | the `swebench` parser with that name, as used in rows: `parse_log_pytest` … |
 
-The agent's code can write anything to a log, so parsing must not take long. Our own parsers take linear time. Those of `swebench` do not,
-so they run in a separate process with a time limit.
+The agent's code can write anything to a log, so parsing must be fast for any input. Our own parsers take linear time. Those of `swebench`
+do not, so they run in a separate process with a time limit.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ _AGAIN = re.compile(r"(FAIL|ERROR): (\w+ \([\w.<>]+\))")
 
 
 def _parse_unittest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
-    """Parse lines like `test_x (module.Class.test_x) ... ok`. A test's docstring or output may be on lines in between."""
+    """Parse lines like `test_x (module.Class.test_x) ... ok`. A test's docstring or output may separate its name from its outcome."""
     cases: dict[str, CaseOutcome] = {}
     test = ""
     for line in lines:
@@ -262,7 +262,7 @@ def _find_foreign_parser(name: str) -> ForeignParser:
 def _list_swebench_parsers() -> SwebenchParsers:
     if find_spec("swebench") is None:
         raise ConfigError(
-            "log_parser: the parsers swebench:… and rebench:… need the swebench package; run pip install 'turngate[swe]'",
+            "log_parser: the parsers swebench:… and rebench:… need the swebench package; run `pip install 'turngate[swe]'`",
             param="log_parser",
         )
     answer = _run_swebench([], b"")
@@ -289,7 +289,7 @@ def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
         if arguments:
             raise Undecided(f"swebench's parser for {arguments[-1]} cannot read the log: {last}")
         raise ConfigError(
-            f"log_parser: swebench is installed, but its parsers cannot be imported: {last}; run pip install 'turngate[swe]'"
+            f"log_parser: swebench is installed, but its parsers cannot be imported: {last}; run `pip install 'turngate[swe]'`"
         )
     answer: dict[str, list[str]] = json.loads(done.stdout)
     return answer

@@ -52,7 +52,10 @@ class OutputUnreadable(SandboxError):
 
 @contextmanager
 def reading_output() -> Iterator[None]:
-    """Convert a failed read to `OutputUnreadable`. Once the work's code has run, a failed read may be the work's fault."""
+    """Convert a failed read to `OutputUnreadable`, because the work's code has already run and may be at fault.
+
+    A lost sandbox, a missing file and errors of the host itself are not converted.
+    """
     try:
         yield
     except (SandboxGone, SandboxFileMissing, OutputUnreadable):
@@ -83,7 +86,8 @@ Control = Callable[[], Awaitable[GraderResult]]  # runs the same grader on the u
 class GraderLog:
     """The output of graders, in which secret values of at least 6 characters are replaced with `***`.
 
-    The secrets are the values in `hidden`, and the values of variables that `hide_secrets` recognizes by name, such as `API_KEY`.
+    The secrets are the values in `hidden`, and the values of environment variables that `hide_secrets` recognizes by name, such as
+    `API_KEY`.
     """
 
     def __init__(self, hidden: Iterable[str] = ()) -> None:

@@ -49,7 +49,7 @@ async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Gr
 
 
 def _combine_turn_rewards(rubric: Rubric, grades: Mapping[str, Grade], reward: float) -> tuple[TurnReward, ...] | None:
-    """Return the turn rewards of all parts, each multiplied by its part's share of the weights. Return None if no part gives any."""
+    """Return the turn rewards of all parts, each multiplied by its part's share of the total weight. Return None if no part gives any."""
     given = {part.name: grades[part.name].turn_rewards for part in rubric.parts}
     if all(rewards is None for rewards in given.values()):
         return None

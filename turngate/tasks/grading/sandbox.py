@@ -117,8 +117,8 @@ async def upload_work(
     Files that the agent deleted are deleted in the sandbox too. Python caches are not copied: Python accepts an outdated cache if the
     source changed within the same second and kept its length, so the work could otherwise be graded with outdated code.
 
-    `exclude` lists the paths in the work to leave out, and `held` the original files in the sandbox to keep unchanged. Return the files
-    that could not be copied.
+    `exclude` lists the paths in the work to leave out, and `held` the original files in the sandbox to keep unchanged. Return notes
+    on the files that could not be copied.
     """
     private = await upload_private_files(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
     kept = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # "/" matches no file

@@ -78,9 +78,9 @@ async def run_grader(
 async def _run_probe(
     task: Task, grader: Script, work: Work | None, environment: GradingEnvironment, log: GraderLog, folder: Path
 ) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Run the work in the probe's sandbox, and copy its output to the host.
+    """Run the probe on the work in a separate sandbox, and copy the probe's output to the host.
 
-    Return environment variables that tell the judge how the probe ended, and notes.
+    Return the environment variables that tell the judge how the probe ended, and notes on the files that could not be copied.
     """
     await asyncio.to_thread(_copy_probe_files, grader.files, folder / "tests")
     (folder / "left").mkdir()
@@ -97,7 +97,7 @@ async def _run_probe(
                 )
                 skipped = await sandbox.download(f"{logs}/probe", folder / "left")
         except SandboxFileMissing:
-            skipped = ("the probe's output folder itself, which no longer exists",)
+            skipped = ("the output folder no longer exists",)
         except OutputUnreadable as error:
             if isinstance(error.__cause__, SandboxTooLarge):
                 raise Undecided(f"the probe's output is too large to copy: {error.message}") from None
@@ -137,7 +137,7 @@ async def _run_script(
         # Sandbox folders on the host have random names. Replace them, so that the same failure always has the same message.
         names = {tests: "$TURNGATE_TESTS", logs: "$TURNGATE_LOGS", sandbox.home: "$HOME", sandbox.workdir: "."}
         output = log.last_lines({} if logs == grading_sandbox.LOGS else names)
-        raise Undecided(f"{reason}{'' if output else '; it printed nothing'}", output) from None
+        raise Undecided(f"{reason}{'' if output else '; the script printed nothing'}", output) from None
 
 
 async def _decide(sandbox: Sandbox, grader: Script, done: ExecResult, logs: str) -> float:

@@ -186,8 +186,8 @@ class _TestFiles:
     """A predicate that returns whether a file belongs to the tests.
 
     The tests include the files that the test patch touches, the test folders around them, the files that the cases name, and files that
-    control the runner. Without a test patch, they also include the test folders around the cases. `base` lists the files of the base
-    commit.
+    control the runner. Without a test patch, they also include the test folders around the files that the cases name. `base` lists
+    the files of the base commit.
     """
 
     def __init__(self, changed: Sequence[str], base: Iterable[str], cases: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Check the turn rewards that a grader gives against the turns of the rollout."""
+"""Check a grader's turn rewards against the turns of the rollout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turngate.trace.turn_rewards import TurnReward, check_turn_rewards, resolve_
 
 
 async def check_grade(grade: Grade, work: Work | None) -> Grade:
-    """Find the turn of each turn reward, and return the grade with these turns. Raise `Undecided` if a turn reward is invalid."""
+    """Return the grade with the turn of each turn reward set. Raise `Undecided` if a turn reward is invalid."""
     if grade.turn_rewards is None:
         return grade
     try:

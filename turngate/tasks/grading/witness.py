@@ -160,7 +160,7 @@ def _reachable_code(value, get=_get, most=MAX_VISITED, module_type=type(sys)):
 
 
 def _ownership_check(folder, tests):
-    """Return a function that checks that a test's own function, not a replacement, is about to run.
+    """Return a function that checks whether a test's own function, not a replacement, is about to run.
 
     `tests` lists the files that agents cannot change.
     """
@@ -223,7 +223,7 @@ def _tampering_checks(record, plugin, place):
             record(odd=what)
 
     def check_pytest(config):
-        """Report each guarded name that has changed, and each hook that is defined in the working folder."""
+        """Report each guarded name that has changed, and each hook that is defined in the working folder but not in a conftest.py."""
         for name, owner, attribute, value, code in known:
             if variables(owner).get(attribute) is not value or code_of(value) is not code:
                 report(name)
@@ -388,7 +388,7 @@ def _read_test_list():
 
 
 def start_witness():
-    """If this process runs pytest and there is a key, delete the key and prepare the witness."""
+    """If this process runs pytest and there is a key, read and delete the key, and prepare the witness."""
     if not os.path.exists(HERE + "/key") or not _runs_pytest():
         return
     with open(HERE + "/key", "rb") as file:

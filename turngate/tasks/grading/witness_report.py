@@ -34,7 +34,7 @@ class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self._find_tests(case))
 
     def passed(self, case: str) -> bool:
-        """Return whether the witness saw the case pass."""
+        """Return whether the witness saw the case pass. An expected failure (xfail) counts as a pass."""
         tests = self._find_tests(case)
         passed = all(self.outcomes[test] in ("passed", "xfailed") and test not in self.replaced for test in tests)
         return self.ended and bool(tests) and passed

@@ -1,1 +1,1 @@
-"""Loaders that build tasks from Harbor folders, rows of SWE data sets and JSON lines."""
+"""Loaders that build tasks from Harbor folders, rows in our own format, and rows of SWE data sets."""

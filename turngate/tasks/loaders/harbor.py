@@ -127,7 +127,7 @@ def load_task(path: Path) -> Task:
     """Load one task from a folder, or from a text file that contains the instruction."""
     if path.is_file() and path.suffix in ROW_SUFFIXES:
         raise TaskError(
-            f"task: {path} is a file of tasks, not one task; run them with `turngate batch --tasks {path}`",
+            f"task: {path} is a file of tasks, not one task; run its tasks with `turngate batch --tasks {path}`",
             param="task",
         )
     if path.is_file():
@@ -209,7 +209,8 @@ def _check_supported(folder: Path, settings: _TaskFile) -> None:
         ),
         "verifier.environment": (
             settings.verifier.environment is not None,
-            "is not supported, because the grader uses the task's image; add what it needs to environment/Dockerfile",
+            "is not supported, because the grader uses the task's image; remove it, and add what the grader needs to "
+            "environment/Dockerfile",
         ),
     }
     for field, (is_set, problem) in unsupported.items():

@@ -109,8 +109,8 @@ def load_single_task(where: str) -> Task:
     else:
         return harbor.load_task(Path(where))
     raise TaskError(
-        f"task: {where} is {kind}, not one task; specify a folder with an instruction.md, or a text file, or run its tasks with "
-        f"`turngate batch --tasks {where}`",
+        f"task: {where} is {kind}, not one task; run its tasks with `turngate batch --tasks {where}`, or specify one task: "
+        "a folder with an instruction.md, or a text file",
         param="task",
     )
 
@@ -228,7 +228,7 @@ def _decode_json(data: bytes) -> object:
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     if find_spec("pyarrow") is None:
         raise TaskError(
-            f"task: {path}: reading parquet needs pyarrow; run pip install 'turngate[parquet]'", param="tasks"
+            f"task: {path}: reading parquet needs pyarrow; run `pip install 'turngate[parquet]'`", param="tasks"
         )
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     number = 0
@@ -263,7 +263,7 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise TaskError(
-            f"task: {where} needs huggingface_hub; run pip install 'turngate[huggingface,parquet]'", param="tasks"
+            f"task: {where} needs huggingface_hub; run `pip install 'turngate[huggingface,parquet]'`", param="tasks"
         ) from None
     patterns = [f"*{suffix}" for suffix in (*_LINES, *_COLUMNS)]
     try:

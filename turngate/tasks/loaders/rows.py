@@ -194,7 +194,7 @@ def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
 
 
 def store_files(files: Files, here: str) -> Path | None:
-    """Store files in the host folder `$TURNGATE_CACHE/tasks/<digest>`, which is named after their content.
+    """Store files in the host folder `$TURNGATE_CACHE/tasks/<digest>`, where the digest is a hash of their content.
 
     Return the folder, or None if there are no files. `here` names the source of the files in messages.
     """
@@ -208,7 +208,7 @@ def store_files(files: Files, here: str) -> Path | None:
         if not _holds_exactly(folder, files):
             _write_folder(folder, files)
     except OSError as error:
-        raise TaskError(f"task: {here}: {error.filename or folder} cannot be written ({error.strerror})") from None
+        raise TaskError(f"task: {here} cannot be stored ({error.filename or folder}: {error.strerror})") from None
     return folder
 
 

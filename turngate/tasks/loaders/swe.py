@@ -213,9 +213,8 @@ class SweRow:
             return ()
         commands = (value,) if isinstance(value, str) else value
         if not isinstance(commands, list | tuple) or not all(isinstance(item, str) for item in commands):
-            raise self.error(
-                field, f"must be a command or a list of commands, all of them strings, but is {_type_name(value)}"
-            )
+            found = "a list with other values" if isinstance(commands, list | tuple) else _type_name(value)
+            raise self.error(field, f"must be a string or a list of strings, not {found}")
         return tuple(command for command in commands if command.strip())
 
     def is_list(self, field: str) -> bool:
@@ -379,15 +378,15 @@ def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
         command = f"{command} -k {shlex.quote(' or '.join(names))}"
     else:
         command = append_files(command, find_test_files(row.text("test_patch")))
-    path = "\nexport PYTHONPATH=${PYTHONPATH:-}:$(pwd)" if repo == "conan-io/conan" else ""
+    path = "\nexport PYTHONPATH=${PYTHONPATH:-}:$(pwd)" if repo.lower() == "conan-io/conan" else ""
     return EvalConfig(test_cmd=command, parser="pytest", before=ACTIVATE_CONDA + path)
 
 
 def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
     """Read the configuration of an older SWE-bench row from the `swebench` package. Only versions before 5 contain it."""
     missing = (
-        f"and eval_script are both missing, so it is unknown how to test {repo}; use a newer copy of the data set (rows of SWE-bench have "
-        "eval_script since version 5 of the package swebench), or add install_config: {test_cmd, log_parser}"
+        f"and eval_script are both missing, so it is unknown how to test {repo}; use a newer copy of the data set (SWE-bench rows have had "
+        "eval_script since version 5 of the swebench package), or add install_config: {test_cmd, log_parser}"
     )
     try:
         known = vars(import_module("swebench.harness.constants"))["MAP_REPO_VERSION_TO_SPECS"]

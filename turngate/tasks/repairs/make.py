@@ -120,7 +120,7 @@ def list_bugs(package: Package, seed: int) -> list[Bug]:
 async def make_repairs(
     package: Package, backend: Backend, settings: RepairSettings, report: Callable[[str], None] = lambda text: None
 ) -> PackageRepairs:
-    """Try bugs until there are `settings.per_package` repairs, but at most `TRIES_PER_TASK` times as many bugs.
+    """Try bugs until there are `settings.per_package` repairs, but try at most `TRIES_PER_TASK` bugs per requested repair.
 
     Raise `TaskError` if the package's tests do not run.
     """
@@ -171,7 +171,7 @@ class BugSearch:
         self.repairs += await asyncio.gather(*kept)
 
     def judge(self, bug: Bug, run: TestRun) -> Fate:
-        """Return the fate of a bug, given the test run with it. Remember bugs that are kept, to recognize duplicates."""
+        """Return the fate of a bug, given the test run with that bug. Remember bugs that are kept, to recognize duplicates."""
         failing = self._baseline.passing - run.passed
         if run.timed_out:
             return "hangs"

@@ -122,9 +122,9 @@ class Bench:
     async def measure_distance(
         self, changed: Mapping[str, str], path: str, line: int, cases: Sequence[str], limit_s: float
     ) -> int | None:
-        """Return the smallest number of calls from a failing test to the function at `line`: 1 if a test calls it directly.
+        """Return the smallest number of calls from a test in `cases` to the function at `line` of `path`: 1 for a direct call.
 
-        Return None if no test calls the function while the test runs, for example if only imports or fixtures call it.
+        Return None if no test calls the function, for example if only imports or fixtures call it.
         """
         await self._write(changed)
         home, out = self._sandbox.home, f"{self._sandbox.home}/distance"

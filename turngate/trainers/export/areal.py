@@ -75,7 +75,7 @@ class Areal:
 
 
 def list_versions(row: Sample) -> np.ndarray:
-    """Return the policy version of each token. If it is unknown, use the first version of the turn. Untrained tokens have `NO_VERSION`."""
+    """Return the policy version of each token. An unknown version becomes the turn's first version. Untrained tokens have `NO_VERSION`."""
     versions = row.token_versions()
     for span in row.spans:
         own = versions[span.start : span.end]

@@ -84,9 +84,9 @@ _TEACHER_FLAGS = ("teacher_cache", "tokenizer")
 
 
 def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] = ()) -> ExportChoices:
-    """Return the options with the form filled in: by default, the first of `forms`.
+    """Return the options with the form filled in: the first of `forms`, unless a form is already set.
 
-    Raise `ConfigError` if an option outside `known` or a form outside `forms` is set, or if options contradict each other.
+    Raise `ConfigError` if an option that is not in `known` or a form that is not in `forms` is set, or if options contradict each other.
     """
     for name in _FLAGS:
         if name not in known and getattr(choices, name) != getattr(_DEFAULTS, name):

@@ -54,7 +54,8 @@ class OutputFile(ABC):
 def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Iterator[OutputFile]:
     """Open `out` for writing.
 
-    A file gets its final name only if the `with` block succeeds. `folder` means that the user asked for a folder.
+    A single output file gets its final name only if the `with` block succeeds. `folder` means that the user asked for a folder, in which
+    each record becomes a file.
     """
     if folder and not layout.folder:
         raise ConfigError(
@@ -185,7 +186,7 @@ class _ParquetFile(OutputFile):
     def __init__(self, raw: IO[bytes], columns: Mapping[str, str]) -> None:
         if find_spec("pyarrow") is None:
             raise ConfigError(
-                "out: writing a Parquet file requires pyarrow; run pip install 'turngate[parquet]', or write a .jsonl file",
+                "out: writing a Parquet file requires pyarrow; run `pip install 'turngate[parquet]'`, or write a .jsonl file",
                 param="out",
             )
         self._arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")

@@ -96,7 +96,7 @@ def compute_group_advantages(
 ) -> Iterator[tuple[RecordedRollout, float | None]]:
     """Yield each selected rollout with its advantage.
 
-    Rollouts without rows, or whose reward is too large, are counted in `exclusions` and not yielded.
+    Rollouts that have no rows, or whose reward is too large, are counted in `exclusions` and not yielded.
     """
     rollouts = [*group.selected, *group.others]
     # As in a feed, the baseline ignores rollouts with nothing to train on.
@@ -168,7 +168,7 @@ def version_range(row: Sample) -> dict[str, int]:
 def describe_versions(row: Sample, start: int, end: int) -> dict[str, Json]:
     """Return the policy versions of the trained tokens from `start` to `end`, for formats without a per-token version field.
 
-    `token_versions` lists runs of trained tokens as [start, end, version], with positions counted from `start`. The version is None if it
+    `token_versions` lists runs of trained tokens as [first, end, version], with positions counted from `start`. The version is None if it
     is unknown.
     """
     versions, trained = row.token_versions()[start:end], row.mask[start:end]

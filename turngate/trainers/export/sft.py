@@ -1,7 +1,7 @@
 """The `sft` format: supervised fine-tuning examples for TRL and other Hugging Face trainers, in three forms.
 
-messages     {"messages": […], "tools": […]}: one conversation per row, cut after the last trained turn. Trainers learn every assistant
-             message, so rows with an untrained assistant message are left out
+messages     {"messages": […], "tools": […]}: one conversation per row, cut after the last trained turn. Trainers train on every
+             assistant message, so rows with an untrained assistant message are left out
 completions  {"prompt": […], "completion": [one turn], "tools": […]}: one example per trained turn; no trained turn is left out
 tokens       {"input_ids", "labels", "assistant_masks"}: the recorded ids, so that nothing is rendered again
 """

@@ -65,9 +65,9 @@ def encode_column(column: SideColumn) -> Json:
 
 def check_experts(choices: ExportChoices) -> ExportChoices:
     """Raise `ConfigError` if side data other than routed experts is requested. The format has no field for other side data."""
-    if set(choices.side) - {ROUTED_EXPERTS}:
+    if others := [name for name in choices.side if name != ROUTED_EXPERTS]:
         raise ConfigError(
-            f"--side must name only {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}",
+            f"--side must name only {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(others)}",
             param="side",
         )
     return choices
@@ -76,9 +76,10 @@ def check_experts(choices: ExportChoices) -> ExportChoices:
 def encode_experts(
     row: Sample, tokens: int, names: Sequence[str], exclusions: Exclusions, field: str = ROUTED_EXPERTS
 ) -> dict[str, Json] | None:
-    """Encode the routed experts of the first `tokens` tokens of a row. Leave out the last of them: trainers do not need its experts.
+    """Encode the routed experts of the first `tokens` tokens of a row, except the last of them, whose experts trainers do not need.
 
-    Return an empty dictionary if `names` is empty. Return None if experts are missing, because the row must then be left out.
+    `names` is the requested side data; if it is empty, return an empty dictionary. Return None if experts are missing, because the row must
+    then be left out.
     """
     if not names:
         return {}
@@ -90,7 +91,7 @@ def encode_experts(
 
 
 def decode_experts(value: Json) -> np.ndarray:
-    """Decode the routed experts of an exported record to an array of tokens × layers × experts per token, as verl and miles expect."""
+    """Decode the routed experts of an exported record to an array of shape (tokens, layers, experts per token), for verl and miles."""
     column = json.loads(value) if isinstance(value, str) else value  # text in a Parquet file
     values = decode_columns({ROUTED_EXPERTS: column})[ROUTED_EXPERTS].values
     assert isinstance(values, np.ndarray), "every token has the same number of experts"

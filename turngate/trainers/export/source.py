@@ -1,7 +1,7 @@
 """Read the rollouts in a data folder or a shared store group by group, oldest group first.
 
-This works even while a gateway uses the store. Traces are read one group at a time. For every session, the key, the group, and whether
-the session matches the filter stay in memory.
+This works even while a gateway uses the store. Traces are read one group at a time. Only the key and the group of each session, and
+whether it matches the filter, stay in memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Exclusions:
 class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Selects rollouts by name and by outcome. Names may contain the wildcards * and ?.
 
-    A tuple of names matches a rollout if any of the names does. An empty tuple matches every rollout.
+    A tuple of names selects the rollouts that match at least one of the names. An empty tuple selects all rollouts.
     """
 
     groups: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name_filters(self) -> dict[str, tuple[str, str]]:
-        """The flag and the pattern of each filter for names. The keys are the filters as written on the command line."""
+        """The filters by name. Each key is a filter as written on the command line, and its value is the flag and the pattern."""
         names = (("group", self.groups), ("task", self.tasks), ("session", self.sessions))
         return {f"--{flag} {pattern}": (flag, pattern) for flag, patterns in names for pattern in patterns}
 
@@ -103,7 +103,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRollout:
-    """A session with its trace and its outcome. `teacher` has the scores of its rows, if the export has a teacher.
+    """A session with its trace and its outcome. `teacher` has the scores of the session's rows, if the export has a teacher.
 
     With `masks`, the export includes sampling masks, so turns that need them are trained.
     """

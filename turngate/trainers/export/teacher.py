@@ -61,7 +61,7 @@ def _require_scores(summary: TeacherSummary) -> None:
 
 
 class _PolicyTokenizers:
-    """Finds the tokenizer that has a given vocabulary, among those with which the sessions were recorded."""
+    """Finds the tokenizer that has a vocabulary: the one that the user passed, or else the one whose folder the store recorded."""
 
     def __init__(self, source: RolloutSource, given: str) -> None:
         self._source = source

@@ -83,7 +83,7 @@ class Tree:
             try:
                 tree = build_tree(rows)
             except UnequalSideData as error:
-                exclusions.add(f"{error}, which one tree cannot hold; use the format rows")
+                exclusions.add(f"{error}, so one tree cannot hold it; use the format `rows`")
                 continue
             count_missing_rewards(rollout, choices, exclusions, credited)
             for row in rows:
@@ -138,7 +138,7 @@ class _TreeRecord(msgspec.Struct, frozen=True):
 
 
 def decode_tree(record: Record) -> ExportedTree:
-    """Decode a record from a JSON Lines or Parquet file. Raise a `ConfigError` that names the field if the record is not a valid tree."""
+    """Decode a record from a JSON Lines or Parquet file. If it is not a valid tree, raise a `ConfigError` that names the invalid field."""
     # In a Parquet file, these fields are text.
     names = ("segments", "rows", *_TURN_COLUMNS)
     nested = {name: _parse(name, record[name]) for name in names if isinstance(record.get(name), str)}

@@ -65,7 +65,7 @@ def count_missing_rewards(
     exclusions: Exclusions,
     credited: Mapping[str, TurnAdvantages] | None = None,
 ) -> None:
-    """Count in `exclusions` the turn rewards or turn advantages (`credited`) that were requested, but that a rollout lacks."""
+    """Count in `exclusions` the requested turn rewards or turn advantages (`credited`) that a rollout lacks."""
     if (choices.turn_rewards or choices.credit) and rollout.turn_rewards is None:
         exclusions.add("the turn rewards of a rollout: its outcome contains none")
     elif credited and (missing := credited[rollout.id].missing):

@@ -68,14 +68,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
             if own.get(name) != saved.get(name):
                 raise ConfigError(
                     f"model_folder: the model does not match the checkpoint in {self.folder} "
-                    f"({name} is {own.get(name, 'missing')}, but {saved.get(name, 'missing')} in the checkpoint); "
+                    f"(shape of {name}: {own.get(name, 'missing')} in the model, {saved.get(name, 'missing')} in the checkpoint); "
                     "use the --model-folder that the run started with, or choose another --out folder",
                     param="model_folder",
                 )
 
 
 def find_newest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint in a folder, or None if there is none. Raise `ConfigError` if it cannot be read."""
+    """Return the newest checkpoint in a folder, or None if there is none. Raise `ConfigError` if the checkpoint cannot be read."""
     checkpoints = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     if not checkpoints:
         return None
@@ -93,7 +93,7 @@ def write_checkpoint(
 ) -> Checkpoint:
     """Write a checkpoint, and remove all others.
 
-    `source` is the model folder that training started from. Its tokenizer and settings are copied.
+    `source` is the model folder that training started from. Its config and tokenizer files are copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f"{_MAKING}*"):

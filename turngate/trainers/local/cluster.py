@@ -46,7 +46,10 @@ class TrainingCluster(msgspec.Struct, frozen=True, kw_only=True):
 async def open_cluster_environment(
     config: ServeConfig, engine: TimedEngine, cluster: TrainingCluster
 ) -> AsyncIterator[TrainingEnvironment]:
-    """Serve the engine, start a gateway on the shared store, and run agents on the cluster. `config.data` is the URL of the store."""
+    """Serve the engine, start a gateway on the shared store, and yield an environment that runs agents on the cluster.
+
+    `config.data` is the URL of the store.
+    """
     key = secrets.token_urlsafe(32)
     await engine.start()
     try:

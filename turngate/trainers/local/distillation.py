@@ -1,8 +1,9 @@
 """On-policy distillation: per-token advantages from a teacher's scores (`turngate.trainers.teacher`).
 
 For a sampled token, the recorded log-probability minus the teacher's is an unbiased estimate of the reverse KL divergence of the policy
-from the teacher in this context. Its negative, relative to the mean of the update, is added to the advantage of the token. With a small
-weight and a reference model as the teacher, this is the usual KL penalty; with a weight of 1 and no reward, it is distillation.
+from the teacher in this context. The negative of this estimate, relative to the mean of the update, is multiplied by the weight
+`teacher_kl` and added to the advantage of the token. With a small weight and a reference model as the teacher, this is the usual KL
+penalty; with a weight of 1 and no reward, it is distillation.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"engine_host: cannot listen on {self._host} ({error.strerror}); pass an address of this machine at which the nodes can "
-                "reach it",
+                f"engine_host: cannot listen on {self._host} ({error.strerror}); pass an address at which the cluster's nodes can "
+                "reach this machine",
                 param="engine_host",
             ) from None
         return self

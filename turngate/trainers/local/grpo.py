@@ -6,9 +6,9 @@
 `Learner` does the computation and does not depend on a gateway. `Trainer` is the loop around it. It needs a gateway, the gateway's
 `LocalEngine`, and a feed.
 
-After a crash, the trainer resumes with the weights of the checkpoint and continues after the delivery number in it. Later updates are lost,
-and their deliveries are read again. A policy version always identifies one set of weights: if the gateway has already seen newer weights
-than those in the checkpoint, the trainer chooses a new version number.
+After a crash, the trainer resumes with the checkpoint's weights and continues after the last delivery that they were trained on. Later
+updates are lost, and their deliveries are read again. A policy version always identifies one set of weights: if the gateway has already
+seen newer weights than those in the checkpoint, the trainer chooses a new version number.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Learner:
         if settings.flex_attention and model.device.type != "cuda":
             raise ConfigError(
                 f"flex_attention needs a CUDA device, but the model is on {model.device}, where PyTorch's FlexAttention has no backward "
-                "pass; leave it out: the dense attention mask gives the same gradients",
+                "pass; leave flex_attention out: the dense attention mask gives the same gradients",
                 param="flex_attention",
             )
         self.model = model
@@ -377,7 +377,7 @@ class _UpdateTotals:
 
 
 def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Return the rows that have turn advantages, with all other turns masked out, and why each remaining row is left out."""
+    """Return the rows that have turn advantages, masking out turns without one, and the reasons why the remaining rows are left out."""
     selected, refused = [], []
     for row in rows:
         mask = row.mask & np.isfinite(row.token_advantages())
@@ -389,7 +389,7 @@ def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def count_updates(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of updates that AdamW has made, including those before it was restored from a checkpoint."""
+    """Return the number of updates that AdamW has made, including those before the checkpoint that it was restored from."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
@@ -416,10 +416,11 @@ def _describe_mismatch(row: Row, differences: np.ndarray) -> str:
 class Trainer:
     """The training loop. It trains the model of `engine`, which must be the gateway's engine.
 
+        await trainer.restore()
         async with await Feed.open(gateway, "name", FeedConfig(n=8), after=trainer.state.number, mark=trainer.state.mark) as feed:
             await trainer.run(feed, steps=20)
 
-    `folder` contains the checkpoints. Training resumes with the weights of the newest one, but with the given `settings`. If `folder` is
+    `folder` contains the checkpoints. `restore` resumes with the weights of the newest one, but with the given `settings`. If `folder` is
     None, no checkpoints are written, and every step is committed. `every` is the number of steps between checkpoints. A checkpoint is
     always written after the last step.
     """

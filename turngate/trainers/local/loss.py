@@ -4,7 +4,7 @@ For each trained token, with the ratio r = exp(log-probability now − log-proba
 
     gain = min(r·A, clip(r, 1 − low, 1 + high)·A)
 
-If a rollout has K rows, each row has weight 1/K, so that splitting it does not increase its weight. There are two ways to normalize:
+Each of a rollout's K rows has weight 1/K, so splitting a rollout into rows does not increase its weight. There are two ways to normalize:
 
     token      loss = − Σ weight·gain / Σ weight              over all trained tokens of the update: long rollouts have more weight
     sequence   loss = − Σ weight·mean of a row's gains / Σ weight       over all rows: all rollouts have the same weight

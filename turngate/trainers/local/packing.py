@@ -68,7 +68,7 @@ def count_shared_prefix(rows: Sequence[Row]) -> int:
 
 
 def count_packed_tokens(rows: Sequence[Row], *, tree: bool = False) -> int:
-    """Return the number of tokens of `pack_rows(rows)`, or of `pack_tree(rows)`."""
+    """Return the number of tokens of `pack_rows(rows)`, or of `pack_tree(rows)` if `tree` is set."""
     if tree:
         return _find_layout(rows).starts[-1]
     shared = count_shared_prefix(rows)

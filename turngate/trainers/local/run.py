@@ -109,7 +109,7 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunCallbacks(msgspec.Struct, frozen=True, kw_only=True):
-    """Functions that are called when a phase of a run starts, while it proceeds, and when an evaluation ends."""
+    """Functions that are called when a phase of a run starts, during the phase, and when an evaluation ends."""
 
     phase: Callable[[str, int], None] = lambda name, rollouts: None
     evaluation: Callable[[str, BatchResult], None] = lambda name, result: None

@@ -5,7 +5,7 @@
           └─────────────────────────────────────────────────┘
 
 The runner is at most `ahead` groups ahead of the trainer. If `ahead` equals the number of groups per update, every rollout is sampled with
-the newest weights. All state is durable: after a crash, the same call on the same folder resumes training.
+the newest weights. All state is durable: after a crash, calling `train` again with the same folder resumes training.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
         if self.settings.teacher_kl:
             raise ConfigError(
                 "teacher_kl must be 0 here, because the feed of a TrainingGoal has no teacher; open the feed yourself with a teacher, and "
-                "pass it to Trainer.run (docs/training.md)",
+                "pass that feed to Trainer.run (docs/training.md)",
                 param="teacher_kl",
             )
         for task in self.batch.tasks:

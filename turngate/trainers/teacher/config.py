@@ -21,7 +21,7 @@ _MAX_CONCURRENCY = 256
 
 
 class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that scores recorded ids.
+    """The settings of a teacher, a model that scores recorded ids.
 
     An API key is read from TURNGATE_TEACHER_KEY, or from the file that TURNGATE_TEACHER_KEY_FILE names.
     """
@@ -53,7 +53,7 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("teacher_url does not apply to a local teacher; leave it out", param="teacher_url")
             if not Path(self.model, "config.json").is_file():
                 raise ConfigError(
-                    f"teacher_model must be a folder with a config.json if the teacher is local, not {self.model!r}",
+                    f"for a local teacher, teacher_model must be a folder with a config.json, not {self.model!r}",
                     param="teacher_model",
                 )
         else:
@@ -90,7 +90,7 @@ def open_engine(config: TeacherConfig) -> ScoringEngine:
                 from turngate.engines.local.scoring import LocalScoring
             except ImportError as error:
                 raise ConfigError(
-                    f"teacher: a local teacher needs torch ({error}); run pip install 'turngate[local]'",
+                    f"teacher: a local teacher needs torch ({error}); run `pip install 'turngate[local]'`",
                     param="teacher",
                 ) from None
             return LocalScoring(Path(config.model))

@@ -2,7 +2,7 @@
 
 with FeedTeacher(TeacherConfig(engine="vllm", url=…, model=…), policy_tokenizer=folder) as teacher:
     async with await Feed.open(gateway, "math", FeedConfig(n=8), teacher=teacher) as feed:
-        …                                       # row.side["teacher_logprobs"], or row.unscored: why there are none
+        …                                       # row.side["teacher_logprobs"], or row.unscored, the reason why there are none
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from turngate.trainers.teacher.scoring import Teacher, TeacherSummary
 class FeedTeacher:
     """Adds a teacher's scores to deliveries. Scores are computed in threads, never on the event loop.
 
-    `policy_tokenizer` is the policy's tokenizer folder. `cache` is a file for scores, such as `teacher-scores.db` in the data folder,
-    which `turngate export` uses. If `cache` is None, scores are forgotten after each delivery.
+    `policy_tokenizer` is the policy's tokenizer folder. `cache` is a file for scores. If it is `teacher-scores.db` in the data folder,
+    `turngate export` reuses the scores. If `cache` is None, scores are forgotten after each delivery.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 plan the calls of a rollout: one for each row with turns that are neither cached nor in another call
 → compare vocabularies → score, with retries → check the scores → cache them
-→ columns of a row, if all of its turns are scored; else the reason
+→ columns of a row, if all of its turns are scored; otherwise the reason why it has none
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class Teacher:
         engine: ScoringEngine | None = None,
         watch: Callable[[TeacherSummary], None] = lambda summary: None,
     ) -> None:
-        """Connect to a teacher. Scores are cached in the file `cache`, or in memory if it is None. `watch` is called after each call."""
+        """Connect to a teacher. Scores are cached in the file `cache`, or in memory if it is None.
+
+        `watch` is called after each successful call.
+        """
         self._engine = open_engine(config) if engine is None else engine
         model = self._engine.find_model()
         tokenizer = Tokenizer(Path(config.tokenizer)) if config.tokenizer else None
@@ -121,8 +124,9 @@ class Teacher:
         return self._vocabulary.is_same(digest)
 
     def submit(self, session: str, rows: Sequence[RowToScore], policy: Tokenizer | None) -> None:
-        """Start scoring the rows of a rollout. `policy` is their tokenizer, or None if the teacher is known to have the same
-        tokenizer. Block while too many calls are pending.
+        """Start scoring the rows of a rollout. Block while too many calls are pending.
+
+        `policy` is the tokenizer of the rows, or None if the teacher is known to have the same tokenizer.
         """
         for call in self._plan(session, rows):
             self._running = [future for future in self._running if not future.done() or future.exception() is not None]

@@ -1,7 +1,8 @@
 """Check that a teacher's ids mean the same tokens as the recorded ids.
 
-A teacher with a different vocabulary accepts most ids, but scores a different text. So either the tokenizers' vocabularies are compared
-as a whole, or the teacher's server decodes each id before the first call that contains it.
+A teacher with a different vocabulary accepts most ids, but scores a different text. So the two tokenizers' vocabularies are compared as a
+whole. If the teacher's tokenizer is unknown, its server instead decodes each new id, and the text is compared with the one that the
+policy's tokenizer returns.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _normalize(text: str) -> str:
 def _find_different(
     ids: Sequence[int], one: Callable[[Sequence[int]], str], other: Callable[[Sequence[int]], str]
 ) -> int:
-    """Return an id that is decoded differently, found by bisection: the shortest prefix that differs ends with it."""
+    """Return an id that `one` and `other` decode differently, found by bisecting the prefixes of `ids`."""
     low, high = 0, len(ids)  # ids[:low] is decoded equally, ids[:high] is not
     while high - low > 1:
         middle = (low + high) // 2

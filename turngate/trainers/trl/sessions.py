@@ -4,8 +4,8 @@
     factory = functools.partial(TurngateSessions, config)
     worker = HarnessRolloutWorker(harness_session_factory=factory, dataset=Dataset.from_list(prompts(config)), …)
 
-TRL runs the factory in its own process, so the config is plain data. The reward is the host's grade (`verify`), and the tokens are those of
-the recorded trace (`fetch_training_trace`). There is no feed, so a killed run starts over. Prefer `worker.py` unless you need OpenEnv.
+TRL runs the factory in a separate process, so the config is plain data. The reward is the host's grade (`verify`), and the tokens are those
+of the recorded trace (`fetch_training_trace`). There is no feed, so a killed run starts over. Prefer `worker.py` unless you need OpenEnv.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
         """Wait until the agent has ended and its work is graded. Return the agent's exit code, or -1 if it was stopped.
 
-        Raise `TimeoutError` if the agent exceeds its time limit or this call takes longer than `timeout_s`. The trace can still be fetched.
-        Any other exception means that the rollout cannot be trained on, and TRL leaves it out of its group.
+        Raise `TimeoutError` if the agent exceeds its time limit or this call takes longer than `timeout_s`. The trace can then still be
+        fetched. Any other exception means that the rollout cannot be trained on, and TRL leaves it out of its group.
         """
         outcome = self._owner.wait_for(self._running, timeout_s)
         if outcome.kind in ("infrastructure fault", "invalid task") or outcome.status in ("error", "cancelled"):
@@ -164,9 +164,9 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self._connector: GatewayConnector | None = None
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> TurngateSession:
-        """Start a rollout. `task` is a prompt from `prompts`, or its text. `seed` is TRL's group number.
+        """Start a rollout. `task` is the prompt of a row from `prompts`, or only the prompt's text. `seed` is TRL's group number.
 
-        Wait if the gateway is down, because otherwise TRL would keep requesting new sessions.
+        If the gateway is down, this call waits for it, because otherwise TRL would keep requesting new sessions.
         """
         known = self._find_task(task)
         group = f"{self.config.group}.{known.id}" + ("" if seed is None else f"@{seed}")

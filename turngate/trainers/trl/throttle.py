@@ -23,7 +23,7 @@ class RowConsumer(Protocol):
         """The number of the last delivery up to which the trainer has taken every row."""
 
     def row_taken(self) -> Awaitable[None]:
-        """Wait until the trainer takes a row. It may return early, so check `consumed` again."""
+        """Wait until the trainer takes a row. This may return early, so check `consumed` again."""
 
 
 class DeliveryThrottle:
@@ -44,8 +44,8 @@ class DeliveryThrottle:
     def record_finished(self, finished: FinishedRollout) -> None:
         """Count a finished rollout of the plan.
 
-        The runner reports rollouts of earlier runs before it starts any. The first call of the throttle therefore knows which groups were
-        already complete.
+        The runner reports the rollouts of earlier runs before it starts new ones. The first call of the throttle therefore knows which
+        groups were already complete.
         """
         group = finished.rollout.rpartition(".")[0]
         self._finished[group] += 1

@@ -4,7 +4,8 @@
     trainer = CheckpointedTrainer(model, …, rollout_worker=worker)
     trainer.train(resume_from_checkpoint=last)
 
-TRL's trainer prefetches rows, so a row that it has taken may not be trained yet. This class therefore counts the rows of each step.
+TRL's trainer prefetches rows, so a row that it has taken may not be trained yet. `CheckpointedTrainer` therefore counts the rows of
+each step.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def _check_same_checkpoint(worker: Path | None, trainer: str | None) -> None:
     has_position = worker is not None or (trainer is not None and Path(trainer, STATE).is_file())
     if trainer is not None and has_position and (worker is None or worker.resolve() != Path(trainer).resolve()):
         raise ConfigError(
-            f"checkpoint: the trainer resumes from {trainer}, but its worker resumes from "
-            f"{worker or 'the committed deliveries'}; pass the same checkpoint to both",
+            f"checkpoint: the trainer resumes from {trainer}, but its worker "
+            f"{'starts after the committed deliveries' if worker is None else f'resumes from {worker}'}; pass the same checkpoint to both",
             param="checkpoint",
         )
 

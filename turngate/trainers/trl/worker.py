@@ -48,7 +48,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a worker: the source of its rows, and limits on how far they run ahead of the trainer."""
+    """The settings of a worker, such as the source of its rows and how far it may run ahead of the trainer."""
 
     gateway: str  # URL
     feed: str
@@ -74,13 +74,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             names = f"group names start with {self.plan.name + '.'!r}" if self.plan.name else "plan has no name"
             raise ConfigError(
                 f"plan: the {names}, but the feed accepts only groups whose names start with {self.choices.groups!r}; "
-                "leave `groups` empty, or set a plan `name` with this prefix",
+                "leave `choices.groups` empty, or give the plan a `name` that matches this prefix",
                 param="plan",
             )
         if SAMPLING_MASK in (self.choices.side or ()):
             raise ConfigError(
                 "choices.side must not contain sampling_mask: TRL computes log-probabilities over all ids, so turns with top-p, top-k or "
-                "min-p would be trained with wrong ratios; remove it",
+                "min-p would be trained with wrong ratios; remove sampling_mask",
                 param="choices",
             )
         pinned = None if self.plan is None else self.plan.session.get("sampling", {}).get("temperature")

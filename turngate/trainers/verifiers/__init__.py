@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 if find_spec("verifiers") is None:
     raise ModuleNotFoundError(
-        "turngate.trainers.verifiers requires verifiers; run pip install 'turngate[verifiers]'", name="verifiers"
+        "turngate.trainers.verifiers requires verifiers; run `pip install 'turngate[verifiers]'`", name="verifiers"
     )
 
 from turngate.trainers.verifiers.environment import (

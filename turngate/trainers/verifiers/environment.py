@@ -5,13 +5,14 @@
     env       the taskset and the harness, with one connection to the gateway for all rollouts
 
 verifiers' own runtime is just an empty folder. The agent runs in Turngate's sandbox, and its model calls go to the gateway instead of
-verifiers' server. The reward is the host's grade. If there is no grade (invalid task, infrastructure fault), the trace has an error that
-names the boundary, and `rewards["grade"]` is null. See `examples/verifiers` for a packaged environment.
+verifiers' server. The reward is the host's grade. If there is no grade (invalid task, infrastructure fault), the trace has an error whose
+type shows where the fault occurred, and `rewards["grade"]` is null. See `examples/verifiers` for a packaged environment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
@@ -45,6 +46,7 @@ from turngate.views.trace import parse_trace as read_view
 
 GRADE = "grade"  # name of the only reward
 _FETCH_S = 60.0
+log = logging.getLogger("turngate")
 # The verifiers exception for each boundary.
 _FAULTS: Mapping[Boundary, type[Exception]] = {
     "engine": vf.ProviderError,
@@ -184,7 +186,7 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         if not isinstance(trace.task.data, TurngateData):
-            raise vf.TaskError("the turngate harness runs only turngate tasks; set --env.taskset.id turngate-env")
+            raise vf.TaskError("Turngate's harness runs only Turngate's tasks; pass `--env.taskset.id turngate-env`")
         trace.rewards.setdefault(GRADE, None)  # unknown until graded
         async with AsyncExitStack() as stack:
             connections = _shared_connections.get()
@@ -205,7 +207,10 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         try:
             outcome = await rollout.run()
         except asyncio.CancelledError:  # the run is ending: record the turns so far
-            await run_to_completion(_record_turns(connections.gateway, trace, rollout.outcome))
+            try:
+                await run_to_completion(_record_turns(connections.gateway, trace, rollout.outcome))
+            except vf.InterceptionError as error:
+                log.warning("%s", error)
             raise
         await _record_turns(connections.gateway, trace, outcome)
         _conclude(trace, outcome)
@@ -282,6 +287,10 @@ async def _record_turns(gateway: GatewayClient, trace: vf.Trace, outcome: Outcom
             view = await gateway.trace(outcome.session)
     except TurngateError as error:
         raise vf.InterceptionError(f"cannot fetch the trace of session {outcome.session}: {error.message}") from error
+    except TimeoutError as error:
+        raise vf.InterceptionError(
+            f"cannot fetch the trace of session {outcome.session}: no answer within {_FETCH_S:g} s"
+        ) from error
     parsed = read_view(view)
     trace.info["turngate"]["untrained"] = {str(turn.id): turn.untrained for turn in parsed.turns if turn.untrained}
     graft(trace, turns_from_view(parsed))

@@ -7,7 +7,7 @@ The harness's program still runs in verifiers' runtime.
 
     register → run the program with the rollout's own URL and key → (cancel) → program ends → unregister → trajectory → graft → hook
 
-- The trajectory is fetched after the last turn, even if the program failed. If the reply is incomplete, the trace is unchanged.
+- The trajectory is fetched after the last turn, even if the program failed. If the gateway's reply is incomplete, the trace is unchanged.
 - The hook, `after_rollout`, runs after every rollout that was registered.
 - When a rollout is cancelled, it is cancelled at the gateway first, so that generation stops.
 - If the program can no longer reach the gateway, the rollout fails with a `TunnelError`.
@@ -182,13 +182,13 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
         logprobs = [value for value in tokens.completion_logprobs if value is not None]
         if len(tokens.completion_mask) != len(tokens.completion_ids):
             raise vf.InterceptionError(
-                f"gateway: the mask of step {index} has length {len(tokens.completion_mask)}, but the step has "
+                f"gateway: the mask of step {index} has length {len(tokens.completion_mask)}, but the completion of that step has "
                 f"{len(tokens.completion_ids)} tokens"
             )
         if trained and len(logprobs) != len(tokens.completion_ids):
             raise vf.InterceptionError(
-                f"gateway: step {index} is trained, but has different numbers of tokens ({len(tokens.completion_ids)}) and "
-                f"log-probabilities ({len(logprobs)})"
+                f"gateway: step {index} is trained, but its completion has {len(tokens.completion_ids)} tokens and {len(logprobs)} "
+                "log-probabilities"
             )
         sequences.append([*tokens.prompt_ids, *tokens.completion_ids])
         turns.append(
@@ -228,9 +228,9 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     config: Any  # both a GatewayConfig and the harness's own config
 
     async def after_rollout(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
-        """Run after each registered rollout, even if the program failed. The trace has the rollout's turns, if they could be fetched.
+        """A hook that is called after each registered rollout, even if the program failed. It does nothing by default.
 
-        Override this hook; it does nothing by default.
+        The trace contains the rollout's turns, if they could be fetched.
         """
 
     async def launch(
@@ -282,7 +282,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
             await run_to_completion(_wait_all(program, watching))
 
     async def _wait_until_lost(self, base: str) -> str:
-        """Wait until the gateway at `base` has not answered for `silence_s`, and return an error message.
+        """Wait until the gateway at `base` has not answered for `silence_s` seconds, and return an error message.
 
         The rollout then cannot continue, because a running program cannot switch to another URL.
         """
@@ -303,7 +303,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     async def _finish(
         self, rollouts: RolloutApi, trace: vf.Trace, runtime: vf.Runtime, failure: BaseException | None
     ) -> None:
-        """Stop recording, add the turns to the trace, and call the hook. An earlier `failure` takes precedence.
+        """Stop recording, add the turns to the trace, and call the hook. An earlier error (`failure`) takes precedence over a new one.
 
         Raise `HarnessError` if the gateway refused a model call of the agent, because such a rollout must not be rewarded.
         """
