@@ -3,7 +3,7 @@
     import turngate as tg
     result = await tg.run("examples/tasks/fix-add", agent="pi", model="vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000")
 
-The names below come from `turngate.api` (docs/python.md) and are loaded on first use, so importing the package is cheap.
+The names in `__all__` come from `turngate.api` (docs/python.md) and are loaded on first use, so importing the package is cheap.
 """
 
 from __future__ import annotations

@@ -46,7 +46,10 @@ MISMATCH_STEPS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class MismatchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits above which a trainer's report about log-probabilities causes an alarm. 0 turns an alarm off."""
+    """Limits above which a trainer's report about log-probabilities causes an alarm.
+
+    If `share`, `kl` or `stale_kl` is 0, its alarm is off. `difference` defines which tokens count as different.
+    """
 
     difference: float = 0.2  # one of `MISMATCH_STEPS`
     share: float = 0.05  # of tokens that differ by more than `difference`, with the same weights
@@ -276,7 +279,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
-        """The number of layers and the number of experts per token, or None to use the shape that the engine reports."""
+        """The number of layers and of experts per token that `routed_experts` sets, or None if it is `auto` or empty."""
         found = EXPERT_SHAPE.fullmatch(self.routed_experts)
         return None if found is None else (int(found[1]), int(found[2]))
 
@@ -291,7 +294,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return parse_database_url(self.data).name if self.is_shared else self.data
 
     def check(self) -> ServeConfig:
-        """Validate ranges and constraints across fields. Return these settings."""
+        """Validate each setting and the constraints between settings, and return this object."""
         if self.is_shared:
             self._check_shared()
             return self
@@ -313,8 +316,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self._check_local()
         if self.engine in ("vllm", "sglang", "gate") and not self.tokenizer:
             raise ConfigError(
-                f"tokenizer is not set; the engine {self.engine!r} needs the model's tokenizer (--tokenizer, a folder or a model in "
-                "the Hugging Face cache)",
+                f"tokenizer is not set; the engine {self.engine!r} needs the model's tokenizer; set --tokenizer to a folder, or to a model "
+                "in the Hugging Face cache",
                 param="tokenizer",
             )
         if self.engine == "vllm" and not self.model:
@@ -347,7 +350,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("event_days", "session_days"):
             if not getattr(self, name) >= 0:
                 kept = name.removesuffix("_days") + "s"
-                raise ConfigError(f"{name} must be 0 (keep {kept}) or greater, not {getattr(self, name)}", param=name)
+                raise ConfigError(
+                    f"{name} must be 0 (keep all {kept}) or greater, not {getattr(self, name)}", param=name
+                )
         if self.archive and not self.session_days:
             raise ConfigError(
                 "'archive' has no effect without session_days; set session_days to the number of days after which sessions are removed",
@@ -430,13 +435,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.engine == "vllm" and self.engine_api != "generate":
             raise ConfigError(
-                "routed_experts needs --engine-api generate, because vLLM's completions endpoint does not stream them",
+                "routed_experts needs --engine-api generate, because vLLM's completions endpoint does not stream the chosen experts",
                 param="routed_experts",
             )
         if self.engine == "sglang" and self.routed_experts == "auto":
             raise ConfigError(
-                "routed_experts must be LAYERSxEXPERTS, such as 48x8, with the engine 'sglang', which does not report the "
-                "shape; the model's config.json has num_hidden_layers and num_experts_per_tok",
+                "routed_experts must be LAYERSxEXPERTS, such as 48x8, with the engine 'sglang', which does not report these "
+                "numbers; they are num_hidden_layers and num_experts_per_tok in the model's config.json",
                 param="routed_experts",
             )
 
@@ -448,7 +453,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.engine == "vllm" and self.engine_api != "generate":
             raise ConfigError(
-                "sampling_masks needs --engine-api generate, because vLLM's completions endpoint does not return them",
+                "sampling_masks needs --engine-api generate, because vLLM's completions endpoint does not return the masks",
                 param="sampling_masks",
             )
 
@@ -493,7 +498,8 @@ def check_engine_url(url: str, param: str) -> None:
     )
     if not _is_url(url):
         raise ConfigError(
-            f"{param} must be an http or https URL such as http://127.0.0.1:8000, not {url!r}", param=param
+            f"{param} must be an http or https URL without a query or fragment, such as http://127.0.0.1:8000, not {url!r}",
+            param=param,
         )
 
 

@@ -44,8 +44,8 @@ class NoRecordings(ConfigError):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
-            f"data: no recordings in {folder.absolute()}; run this where you ran `turngate run` or `turngate serve`, or pass "
-            "the same --data folder",
+            f"data: no recordings in {folder.absolute()}; run this command in the folder where you ran `turngate run` or "
+            "`turngate serve`, or pass the same --data folder",
             param="data",
         )
 
@@ -59,7 +59,7 @@ class BadRequest(TurngateError):
 class ContextOverflow(BadRequest):
     """The prompt does not fit into the context.
 
-    Every dialect must phrase this as its provider does, so that agents recognize it and compact their history.
+    Every dialect must phrase this error as its provider does, so that agents recognize it and compact their history.
     """
 
     kind = "context_length_exceeded"
@@ -79,7 +79,7 @@ class Unauthorized(TurngateError):
 
 
 class Forbidden(TurngateError):
-    """The caller is known but may not do this, for example because the request comes from a page of a different site."""
+    """The request is not allowed. For example, the key lacks a required scope, or the request comes from a page on a different site."""
 
     boundary = "client"
     status = 403

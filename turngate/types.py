@@ -233,7 +233,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     min_tokens: Count = 0
 
     def biases(self) -> tuple[str, ...]:
-        """Return the names of the parameters that make sampling deviate from the policy's own distribution at this temperature."""
+        """Return the names of the parameters other than the temperature that bias sampling, and `greedy` if the temperature is 0."""
         neutral = NEUTRAL
         if self is neutral:
             return ()
@@ -245,7 +245,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
     @property
     def is_truncated(self) -> bool:
-        """Whether these parameters bias sampling only in ways that a sampling mask describes completely."""
+        """Whether these parameters bias sampling, and only in ways that a sampling mask describes completely."""
         biases = self.biases()
         return bool(biases) and set(biases) <= set(TRUNCATIONS)
 
@@ -399,7 +399,7 @@ class KeepAlive(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The end of a turn, which is now stored. This is always the last event of a reply."""
+    """The last event of a reply. If tokens were sampled, the turn is already stored."""
 
     finish: Finish
     message: Message

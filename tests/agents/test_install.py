@@ -388,7 +388,7 @@ def test_command_completes_installation(monkeypatch: pytest.MonkeyPatch, tmp_pat
         )
         return msgspec.structs.replace(shell, install=recipe)
 
-    with pytest.raises(AgentError, match=r"could not prepare shell 1.0: cp \S+/new/missing") as error:
+    with pytest.raises(AgentError, match=r"could not prepare shell 1.0: `cp \S+/new/missing") as error:
         install.ensure_installed(agent("cp", "{install}/missing", "x"), ignore)
     assert "No such file" in error.value.message
     assert not install.install_folder(agent()).exists()

@@ -179,7 +179,7 @@ def test_options_are_required_and_checked() -> None:
         plan_launch(shell, Installation(), **values)
     with pytest.raises(AgentError, match=r"options\.comand: shell has no such option; did you mean command\?"):
         plan_launch(shell, Installation(), **values, options={"comand": "x"})
-    with pytest.raises(AgentError, match=r"options\.command: pi has no options; remove it"):
+    with pytest.raises(AgentError, match=r"options\.command: pi has no options; remove this one"):
         plan_launch(spec.find_agent("pi").spec, Installation(), **values, options={"command": "x"})
 
 

@@ -69,7 +69,7 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
         ('command = ["x", "{context_tokens//0}"]', "command[1]: {context_tokens} is divided by 0"),
         ('command = ["{program}"]', "install must set program, because {program} is used"),
         ("command = []", "command is empty"),
-        ('name = "Mine!"', "name must start with a-z or 0-9 and contain only a-z, 0-9 and -, not 'Mine!'"),
+        ('name = "Mine!"', "name is 'Mine!', but must start with a-z or 0-9 and contain only a-z, 0-9 and -"),
         ('dialect = "smoke"', "dialect must be one of chat, responses, messages, gemini, any, not 'smoke'"),
         (
             '[[files]]\npath = "a"\ncontent = "{api_key}"',

@@ -59,7 +59,7 @@ def test_warnings_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None
     now = 3000
     assert warn_until(3021) == [3010, 3020]
     assert caplog.messages == [
-        f"gateway {NOWHERE} has not answered for 20 s; still retrying; if it has stopped, restart it with turngate serve --data …"
+        f"gateway {NOWHERE} has not answered for 20 s; still retrying; if it has stopped, restart it with `turngate serve --data …`"
     ]
 
 

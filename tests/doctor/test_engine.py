@@ -77,7 +77,7 @@ async def test_vocabulary_mismatch_fails_and_template_mismatch_warns() -> None:
     assert vocabulary.state == "ok"
     assert (
         template.state == "warning"
-        and "renders 'system prompt' differently" in template.message
+        and "renders the test conversation 'system prompt' differently" in template.message
         and "Hello" in template.message
     )
 

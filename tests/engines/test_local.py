@@ -539,7 +539,7 @@ except ConfigError as error:
         text=True,
         timeout=scaled(60),
     )
-    assert done.returncode == 0 and "needs torch; run: pip install 'turngate[local]'" in done.stdout, done.stderr
+    assert done.returncode == 0 and "needs torch; run `pip install 'turngate[local]'`" in done.stdout, done.stderr
 
 
 async def _chunks(engine: LocalEngine, request: Any) -> list[Chunk]:

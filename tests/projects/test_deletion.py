@@ -74,7 +74,7 @@ async def test_project_is_deleted_while_the_gateway_runs(tmp_path: Path) -> None
         refused = await g.admin.delete("/admin/projects/acme")
         assert (
             refused.status_code == 409
-            and "has sessions that are open, or that a cell has not shipped yet (1)" in refused.text
+            and "has sessions that are open, or that a cell has not shipped yet (1 in all)" in refused.text
         )
         for by in (client, other):
             assert (await by.delete("/admin/projects/acme?force=true")).status_code == 403

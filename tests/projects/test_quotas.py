@@ -112,7 +112,9 @@ async def test_a_cut_off_holder_keeps_to_what_it_has(store: Store, monkeypatch: 
     holder.keeper._table = Away(store._writing, store._reading)
     assert holder.sample() == 200 // PARTS
     monkeypatch.setattr("turngate.gateway.quotas._WAIT_S", 0.0)
-    with pytest.raises(QuotaExceeded, match=r"has used up its part .* and cannot take more: away; retry in a moment"):
+    with pytest.raises(
+        QuotaExceeded, match=r"has used up its share .* and cannot get more \(away\); retry in a moment"
+    ):
         await holder.quota.require_tokens()
     holder.keeper._table = store.quotas
     holder.refresh()

@@ -187,7 +187,7 @@ def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
         (watched(exit_code=None), "did not end in time"),
         (
             watched(LoggedCall(method="POST", path="/chat/completions", status=404)),
-            r"made no model call, only: POST /chat/completions; check the path of its base URL",
+            r"made no model call, only these requests: POST /chat/completions; check the path of its base URL",
         ),
         (
             watched(model_call(model="gpt-9", status=404, error="model gpt-9 is not served")),

@@ -65,7 +65,7 @@ def test_every_second_rollout_of_each_group_solves_its_task() -> None:
             assert "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" in last
             solved.append("s/return a - b/return a + b/" in first)
         assert solved == [True, False, True, False]
-    with pytest.raises(EngineError, match="session other is not a rollout of this batch"):
+    with pytest.raises(EngineError, match="session other does not belong to this batch"):
         reply(engine, "other", 0)
 
 

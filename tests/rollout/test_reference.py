@@ -113,7 +113,7 @@ OR_FILE = ", or pass --script FILE with the replies"
 @pytest.mark.parametrize(
     ("task", "agent", "config", "error"),
     [
-        ({"solution": None}, {}, {}, f"the task has no solution/solve.sh; add one{OR_FILE}"),
+        ({"solution": None}, {}, {}, f"the task has no solution/solve.sh; add this file{OR_FILE}"),
         (
             {"grader": None},
             {},

@@ -250,7 +250,7 @@ async def test_missing_program_is_agent_fault(harness: Harness) -> None:
 async def test_program_that_is_not_executable_is_agent_fault(harness: Harness, tmp_path: Path) -> None:
     (tmp_path / "program").write_text("#!/bin/sh\n")
     agent = parse_agent(f'name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["{tmp_path}/program"]')
-    message = f"mine: {tmp_path}/program is not executable; run chmod +x on it"
+    message = f"mine: {tmp_path}/program is not executable; run `chmod +x` on it"
     assert fault(await harness.run(agent=agent)) == ("agent", "launch", message)
 
 
@@ -259,7 +259,7 @@ async def test_warning_explains_program_that_the_command_cannot_start(harness: H
     [missing] = (await harness.run(command=f"{tmp_path}/none")).warnings
     assert "exit code 127 usually means that a program was not found in the local sandbox; install it there" in missing
     [forbidden] = (await harness.run(command=f"{tmp_path}/program")).warnings
-    assert "exit code 126 usually means that a program is not executable; run chmod +x on it" in forbidden
+    assert "exit code 126 usually means that a program is not executable; run `chmod +x` on it" in forbidden
     [other] = (await harness.run(command="exit 1")).warnings
     assert "no model call by the agent was answered" in other
 
@@ -422,7 +422,7 @@ async def test_unreachable_gateway_is_gateway_fault(harness: Harness) -> None:
     async with GatewayClient("http://127.0.0.1:9", "k" * 20) as unreachable:
         boundary, stage, message = fault(await harness.run("", client=unreachable))
     assert (boundary, stage) == ("gateway", "session")
-    assert message == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with turngate serve"
+    assert message == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with `turngate serve`"
 
 
 async def test_foreign_server_is_not_gateway(harness: Harness) -> None:

@@ -1,8 +1,8 @@
-"""Cache the code that Node compiles for an agent, so that its runs start with a fifth to half less CPU time.
+"""Cache the code that Node compiles for an agent, so that starting the agent takes 20 to 50 percent less CPU time.
 
-The cache is built when the agent is installed. The agent runs twice against an endpoint that rejects every request, so it ends after
-its first model call. The first run stores the ES modules with all functions that were executed. Node's own compile cache would store each
-module before it runs, without its functions. The second run adds the CommonJS modules, for which Node's cache is enough.
+The cache is built when the agent is installed. The agent runs twice against an endpoint that rejects every request, so each run ends
+after its first model call. The first run stores the ES modules with all functions that were executed. Node's own compile cache would
+store each module before it runs, without its functions. The second run adds the CommonJS modules, for which Node's cache is enough.
 
 Runs read the cache from the installation, which isolating sandboxes mount read-only. V8 rejects code that was compiled by a different
 version, with different flags or for a different CPU, and compiles the module as usual.
@@ -66,7 +66,7 @@ process.on('exit', () => {
 
 
 class RejectRequest(http.server.BaseHTTPRequestHandler):
-    """Reply 400 to every request, in a form that all dialects understand."""
+    """Rejects every request with status 400, in a form that the clients of all dialects understand."""
 
     protocol_version = "HTTP/1.1"
 
@@ -86,14 +86,14 @@ class RejectRequest(http.server.BaseHTTPRequestHandler):
 
 
 def cache_folder(installed: Installation) -> Path:
-    """Return the folder of the cache for this Node. Each Node has its own, because runs with another one may be using theirs."""
+    """Return the folder of the cache for the installation's Node. Each Node has its own, so that caches in use are never replaced."""
     node = Path(installed.node).stat()
     parts = [installed.node, node.st_size, node.st_mtime_ns, ENABLE_SCRIPT, _STORE_SCRIPT]
     return Path(installed.folder, FOLDER, hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16])
 
 
 def fingerprint(spec: AgentSpec) -> str:
-    """Return the fingerprint of what the agent runs. If a cache could not be built, it is tried again when this changes."""
+    """Return the fingerprint of what the agent runs. After a failed build, the cache is built again only if the fingerprint has changed."""
     parts = msgspec.to_builtins((spec.command, spec.stdin, spec.env, spec.files))
     return f"{spec.name} {hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]}\n"
 
@@ -101,8 +101,8 @@ def fingerprint(spec: AgentSpec) -> str:
 def build(folder: Path, spec: AgentSpec, installed: Installation) -> str:
     """Build the cache in `folder`. If this fails, leave the folder empty and return the reason. Otherwise, return an empty string.
 
-    The keys of the cache contain the modules' paths relative to it. `folder` is one level deeper than the finished cache, so the cache is
-    built in the parent of `folder` and then moved.
+    The keys of the cache contain the modules' paths relative to the cache. `folder` is one level deeper than the finished cache will be, so
+    the cache is built in the parent of `folder` and then moved into `folder`.
     """
     staging = folder.parent
     (staging / "store.cjs").write_text(_STORE_SCRIPT)

@@ -5,8 +5,8 @@ It contains no host paths, because sandboxes may mount it at another path. The p
 relative to their own location.
 
 An installation is complete if its folder contains a marker file with the fingerprint of the current recipe. It is built in a temporary
-folder and moved into place under a lock, so several processes may request the same installation at the same time. Once installed, it can be
-used without a network.
+folder and moved into place under a lock, so several processes may request the same installation at the same time. A complete
+installation can be used without a network.
 """
 
 from __future__ import annotations
@@ -347,7 +347,8 @@ def _use_lock(lock: Path) -> list[str]:
 def _pip(spec: AgentSpec) -> list[str]:
     """Return the command that runs pip.
 
-    pip chooses packages for the Python that it runs on. If this machine has the Python version that the agent needs, pip runs on that one.
+    pip chooses packages for the Python that it runs on. If this machine has the Python version that the agent needs, pip runs on that
+    version.
     """
     python = find_python(spec.install.python)
     return [sys.executable, "-m", "pip", *(("--python", python.path) if python is not None else ())]
@@ -363,8 +364,8 @@ def _pip_options(spec: AgentSpec) -> list[str]:
         # pip would evaluate conditions such as `tomli; python_version < "3.11"` for the Python that runs it, which is the wrong one.
         raise AgentError(
             f"{spec.name}: install.python is {spec.install.python}, but this machine has no python{spec.install.python}; "
-            f"install it (for example: pyenv install {spec.install.python}, or uv python install {spec.install.python}), "
-            "or pin all packages in install.also and set deps = false",
+            f"install it (for example, with `pyenv install {spec.install.python}` or `uv python install {spec.install.python}`), "
+            "or pin all packages in install.also and set install.deps = false",
             param="install.python",
         )
     return [*options, "--python-version", spec.install.python, "--implementation", "cp", "--only-binary", ":all:"]
@@ -472,5 +473,5 @@ def _run_command(
     if result.returncode:
         tail = "\n".join(f"    {line}" for line in result.stdout.splitlines()[-TAIL_LINES:])
         raise AgentError(
-            f"could not {action}: {shlex.join(command)}\n  exited with status {result.returncode}; the last lines of its output:\n{tail}"
+            f"could not {action}: `{shlex.join(command)}` exited with status {result.returncode}; the last lines of its output:\n{tail}"
         )

@@ -29,7 +29,7 @@ class Interpreter(msgspec.Struct, frozen=True):
 
 @cache
 def find_python(version: str) -> Interpreter | None:
-    """Return a Python of this version, such as 3.12, or None if there is none.
+    """Return a Python of the given version (such as 3.12), or None if this machine has none.
 
     Each candidate is run, because a program on the PATH may be a shim that fails. For example, pyenv's shim fails unless the version is
     selected.

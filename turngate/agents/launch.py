@@ -1,7 +1,7 @@
 """Plan one run of an agent: its files, environment and command line. This module does no I/O. The rollout executes the plan in a sandbox.
 
-The key is passed in the environment or in files with mode 0600, never in a command line. The prompt may be any text. It is passed on
-standard input or in a file if the agent supports that, and otherwise in an argument. A prompt that would not arrive intact is rejected.
+The key is passed in the environment or in files with mode 0600, never in a command line. The prompt is passed on standard input or in a
+file if the agent supports that, and otherwise in an argument. A prompt that would not arrive intact is rejected.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ def plan_launch(
 
 
 def plan_preload(spec: AgentSpec, installed: Installation) -> Preload | None:
-    """Plan a fork server: its imports, and the variables that are the same in every run. Return None if the agent cannot use one."""
+    """Plan a fork server: its imports, and the environment variables that are the same in every run.
+
+    Return None if the agent or its sandbox cannot use a fork server.
+    """
     # A sandbox with its own Python has no fork server.
     if not spec.preload or not installed.python.startswith("/"):
         return None
@@ -139,15 +142,19 @@ def resolve_signals(signals: Signals, model: str) -> Signals:
 def _options(spec: AgentSpec, options: Mapping[str, str]) -> dict[str, str]:
     for name in options:
         if name not in spec.options:
-            what = f"no such option{suggestion(name, list(spec.options))}" if spec.options else "no options; remove it"
+            what = (
+                f"no such option{suggestion(name, list(spec.options))}"
+                if spec.options
+                else "no options; remove this one"
+            )
             raise AgentError(f"options.{name}: {spec.name} has {what}", param=f"options.{name}")
     values: dict[str, str] = {}
     for name, option in spec.options.items():
         value = options.get(name, option.default)
         if value is None:
             raise AgentError(
-                f"options.{name}: {spec.name} requires this option ({option.about}); pass --set {name}=… or, in the settings of a "
-                "service, set it in agent_options",
+                f"options.{name}: {spec.name} requires this option ({option.about}); pass --set {name}=… on the command line, "
+                "pass it in options= in Python, or set it in agent_options in a service's settings",
                 param=f"options.{name}",
             )
         values[name] = value
@@ -177,7 +184,7 @@ def _check_passable(spec: AgentSpec, command: tuple[str, ...], env: Mapping[str,
     for field, word in words:
         if "\0" in word:
             raise AgentError(
-                f"{spec.name}: {field} contains a NUL character, which arguments and variables cannot contain; remove it",
+                f"{spec.name}: {field} contains a NUL character, which arguments and environment variables cannot contain; remove it",
                 param=field,
             )
         if (size := len(word.encode("utf-8", "surrogatepass"))) > MAX_ARGUMENT_BYTES:

@@ -33,7 +33,7 @@ def find_names(text: str) -> list[str]:
 
 
 def fill(text: str, values: Mapping[str, Value], escape: Callable[[str], str] = str) -> str:
-    """Replace every placeholder with its value, except `{{name}}`. `escape` is applied to each value.
+    """Replace every placeholder, except in `{{name}}`, with its value. `escape` is applied to each value.
 
     Raise `UnknownPlaceholder` if a placeholder has no value, or is used in an invalid calculation.
     """

@@ -177,7 +177,7 @@ for _type in (AgentSpec, Sampling):
 
 
 class CatalogEntry(msgspec.Struct, frozen=True):
-    """An agent and the file that it was loaded from. `shadows` is the file of the agent of the same name that it replaces, if any."""
+    """An agent and the file that it was loaded from. If it replaces an agent of the same name, `shadows` is that agent's file."""
 
     spec: AgentSpec
     file: Path
@@ -224,7 +224,7 @@ def load_spec(file: Path) -> AgentSpec:
     except OSError as error:
         raise AgentError(f"agent: {file} cannot be read ({error.strerror})", param="agent") from None
     except UnicodeDecodeError:
-        raise AgentError(f"agent: {file} is not UTF-8 text", param="agent") from None
+        raise AgentError(f"agent: {file} is not UTF-8 text; save it as UTF-8", param="agent") from None
     return parse_spec(text, str(file))
 
 
@@ -244,7 +244,7 @@ def parse_spec(text: str, where: str) -> AgentSpec:
 
 
 def write_description(spec: AgentSpec, folder: Path) -> None:
-    """Write the agent's description, which is needed to read its logs, to the folder with the logs. Raise `AgentError` on failure."""
+    """Write the agent's description to the folder with the agent's logs, where it is needed to read them. Raise `AgentError` on failure."""
     try:
         (folder / _DESCRIPTION).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     except OSError as error:
@@ -252,7 +252,10 @@ def write_description(spec: AgentSpec, folder: Path) -> None:
 
 
 def read_description(folder: Path) -> AgentSpec | None:
-    """Read the agent's description from the folder with its logs. Return None if it is missing, as older versions did not write it."""
+    """Read the agent's description from the folder with the agent's logs.
+
+    Return None if there is none, as in folders that older versions of Turngate wrote.
+    """
     file = folder / _DESCRIPTION
     try:
         return msgspec.json.decode(file.read_bytes(), type=AgentSpec)
@@ -284,7 +287,7 @@ def _toml_files(folder: Path) -> list[Path]:
 def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     """Yield the name of each invalid field, with a message. The caller reports only the first one."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", spec.name):
-        yield "name", f"name must start with a-z or 0-9 and contain only a-z, 0-9 and -, not {spec.name!r}"
+        yield "name", f"name is {spec.name!r}, but must start with a-z or 0-9 and contain only a-z, 0-9 and -"
     if not spec.command:
         yield "command", "command is empty; set it to a list of the program and its arguments"
     yield from _install_faults(spec)

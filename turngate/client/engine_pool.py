@@ -13,9 +13,9 @@ class EnginePoolClient(GatewayClient):
     """A gateway client that can also change the engine pool."""
 
     async def add_engine(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine, or stop draining one. The engine loads the current weights before its first call.
+        """Add an engine, or stop draining one. The engine loads the current weights before its next call.
 
-        If the engine already has the current weights, set `version` to their policy version.
+        If the engine already has the current weights, set `version` to their policy version. They are then not loaded again.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
@@ -29,8 +29,8 @@ class EnginePoolClient(GatewayClient):
     async def remove_engine(self, url: str, *, limit_s: float | None = None, force: bool = False) -> EnginesView:
         """Drain an engine, and remove it when its calls have ended.
 
-        If that takes longer than `limit_s` seconds, the request fails, and the engine keeps draining. With `force`, remove the
-        engine immediately. Its calls in flight then fail.
+        If the calls do not end within `limit_s` seconds, the request fails, and the engine keeps draining. With `force`, remove
+        the engine immediately. Its calls in flight then fail.
         """
         body: dict[str, Json] = {"url": url, "force": force}
         if limit_s is not None:

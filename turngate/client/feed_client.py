@@ -60,7 +60,7 @@ class FeedClient(GatewayTransport):
         limit: int = 1,
         form: FeedForm = "rows",
     ) -> DeliveryPage:
-        """Return the deliveries after a number (default: the last committed one), oldest first.
+        """Return up to `limit` deliveries after the number `after` (default: the last committed number), oldest first.
 
         Wait up to `wait` seconds for the first delivery.
         """

@@ -23,7 +23,7 @@ class TakeCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LeasedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call that is leased to a trainer. Only the holder of `lease` may answer it."""
+    """One model call that is leased to a trainer. Only the holder of `lease` may answer the call."""
 
     id: str
     lease: str

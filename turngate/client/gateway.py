@@ -1,4 +1,4 @@
-"""Client for the admin API of a gateway, in this process or elsewhere."""
+"""Client for the admin API of a gateway, which may run in this process or elsewhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GatewayClient(FeedClient):
     """A client for the admin API, with one method per operation."""
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
-        """Open a session. If the caller chooses the session's id (`session`), it can end the session even if this reply is lost.
+        """Open a session. If the caller chooses the session's id (`session`), it can end the session even if the reply is lost.
 
         `traceparent` is the parent span of the session's turns.
         """
@@ -59,7 +59,7 @@ class GatewayClient(FeedClient):
     async def check(self) -> None:
         """Check that the gateway answers and accepts the key.
 
-        Raise `GatewayUnreachable` if it does not answer, `Unauthorized` if it rejects the key, and `ConfigError` if it is not a gateway.
+        Raise `GatewayUnreachable` if it does not answer, `Unauthorized` if it rejects the key, and `ConfigError` if something else answers.
         """
         await self.fence()
 
@@ -132,12 +132,12 @@ class GatewayClient(FeedClient):
         await self._request("DELETE", f"/admin/sessions/{quote(session)}", IgnoredReply)
 
     async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
-        """Add an event of a session to the event log, and return its number. The session need not be open yet."""
+        """Add an event of a session to the event log, and return the event's number. The session need not be open yet."""
         body = {"session": session, "kind": kind, "data": data}
         return (await self._request("POST", "/admin/events", EventReceipt, body)).seq
 
     async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> str:
-        """Record the outcome of a rollout. Recording the same outcome again is allowed. Replacing it with another one requires `replace`.
+        """Record the outcome of a rollout. Recording the same outcome again is allowed. Recording a different one requires `replace`.
 
         Return why the outcome does not count, such as `superseded by attempt 2`, or an empty string if it counts.
         """
@@ -153,7 +153,8 @@ class GatewayClient(FeedClient):
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[SessionOutcome]:
         """Mark an attempt as superseded, unless it already has an outcome. A superseded attempt can be neither opened nor trained.
 
-        If the returned state is not `superseded`, use the returned outcome. `session` is the id that was chosen for the attempt's session.
+        If the returned state is not `superseded`, the caller must use the returned outcome. `session` is the id that was chosen for the
+        attempt's session.
         """
         body = {"rollout": rollout, "attempt": attempt, "session": session}
         reply = SupersededAttempt[SessionOutcome]

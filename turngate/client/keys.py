@@ -34,7 +34,7 @@ def read_key(variable: str) -> str:
         ) from None
     if not (key and key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"{variable}_FILE: {file} does not contain a valid key; it must be printable ASCII and not empty",
+            f"{variable}_FILE: {file} does not contain a valid key; a key must be printable ASCII and not empty",
             param=f"{variable}_FILE",
         )
     register_secrets(key)
@@ -64,17 +64,20 @@ def locate_admin_key(data: Path) -> str:
 
 
 def read_key_file(path: Path) -> str | None:
-    """Read a key from a file. Return None if there is no file. Raise `ConfigError` if other users can access it or the key is invalid."""
+    """Read a key from a file. Return None if the file does not exist.
+
+    Raise `ConfigError` if other users can access the file, or if the key is invalid.
+    """
     if not path.exists():
         return None
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise ConfigError(
-            f"data: {path} is accessible to other users; run chmod 600 on it, or delete it to get a new key",
+            f"data: {path} is accessible to other users; run `chmod 600` on it, or delete it to get a new key",
             param="data",
         )
     key = path.read_bytes().decode("utf-8", "replace").strip()
     if len(key) < 16 or not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"data: {path} does not contain a valid key; delete it to get a new one", param="data")
+        raise ConfigError(f"data: {path} does not contain a valid key; delete the file to get a new key", param="data")
     register_secrets(key)
     return key
 

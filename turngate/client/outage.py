@@ -31,7 +31,7 @@ class OutageReport:
         if silent_s >= self._next_s:
             self._next_s = silent_s + min(silent_s, _LONGEST_S)
             log.warning(
-                "gateway %s has not answered for %.0f s; still retrying; if it has stopped, restart it with turngate serve --data …",
+                "gateway %s has not answered for %.0f s; still retrying; if it has stopped, restart it with `turngate serve --data …`",
                 self._url,
                 silent_s,
             )

@@ -1,6 +1,6 @@
 """The messages that a gateway and its clients exchange.
 
-Messages are JSON unless a comment says msgpack. Clients ignore unknown fields, so they can talk to a newer gateway.
+Messages are JSON unless they are described as msgpack. Clients ignore unknown fields, so they can talk to a newer gateway.
 """
 
 from __future__ import annotations
@@ -412,7 +412,7 @@ class FeedView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireColumn(msgspec.Struct, frozen=True):
-    """Side data of a row. There is one value for each token inside a span, and none for other tokens."""
+    """Side data of a row or a tree. There is one value for each token inside a span, and none for other tokens."""
 
     name: str
     dtype: str
@@ -445,7 +445,7 @@ class WireSegment(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WireTreeRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A row of a tree. The fields without a comment mean the same as in `WireRow`."""
+    """A row of a tree. Its fields have the same meaning as the fields of `WireRow` with the same names."""
 
     rollout: int  # index in the delivery
     last: int  # index of its last segment

@@ -51,7 +51,7 @@ class RequestRejected(TurngateError):
 
 
 class InvalidReply(TurngateError):
-    """The gateway sent a reply that this client cannot decode, for example because their versions differ."""
+    """The gateway sent a reply that this client cannot decode, for example because client and gateway have different versions."""
 
     status = 502
     kind = "gateway_reply_invalid"
@@ -65,7 +65,7 @@ class GatewayTransport:
         reject_credentials(url, "gateway", f"set the key in {ADMIN_KEY} instead")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ConfigError(
-                f"gateway: {url!r} is not an http(s) URL; pass one such as http://127.0.0.1:8700", param="gateway"
+                f"gateway: {url!r} is not an http(s) URL; pass a URL such as http://127.0.0.1:8700", param="gateway"
             )
         self.url = url.rstrip("/")
         self.project = project
@@ -124,7 +124,7 @@ class GatewayTransport:
 
     def _explain(self, error: Exception) -> str:
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED:
-            return f"nothing is listening at {self.url}; start a gateway with turngate serve"
+            return f"nothing is listening at {self.url}; start a gateway with `turngate serve`"
         why = error.strerror if isinstance(error, aiohttp.ClientConnectorError) else str(error)
         return f"{self.url} cannot be reached ({why or type(error).__name__})"
 

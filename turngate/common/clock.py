@@ -1,7 +1,7 @@
 """A clock that returns the time of day but never jumps: it reads the system clock once, then only adds the time that has passed.
 
-Sessions and turns use it for the times they record and for their limits. If the machine's clock is set while a gateway is running, a turn
-still ends after it began, and no session reaches its time limit early. A restarted gateway uses the new time.
+Sessions and turns use it for the times they record and for their limits. If the machine's clock is changed while a gateway is running, a
+turn still ends after it began, and no session reaches its time limit early. A restarted gateway uses the new time.
 """
 
 from __future__ import annotations

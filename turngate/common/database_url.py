@@ -38,7 +38,7 @@ class DatabaseUrl(msgspec.Struct, frozen=True):
 
     @property
     def folder(self) -> Path:
-        """The local folder in which a gateway on this store keeps its admin key and its address."""
+        """The local folder for the admin key and the address of a gateway on this store."""
         return Path("turngate-data") / f"shared-{hashlib.sha256(self.name.encode()).hexdigest()[:12]}"
 
     def __repr__(self) -> str:
@@ -77,8 +77,8 @@ def refuse_password_flag(data: str) -> None:
     if is_database_url(data) and parse_database_url(data).has_password:
         raise ConfigError(
             "data: do not pass the database password on the command line, where other users of this machine can see it; "
-            "set PGPASSWORD, set PGPASSFILE to a .pgpass file that contains it, or, if the command accepts --config, put the whole "
-            "address into the config file",
+            "set PGPASSWORD, set PGPASSFILE to a .pgpass file that contains the password, or, if the command accepts --config, put the "
+            "full database URL into the config file",
             param="data",
         )
 

@@ -77,7 +77,10 @@ def _machine() -> tuple[str, str, str]:
 
 
 def _has_ended(pid: int, started: int) -> bool:
-    """Return whether a process has certainly ended. With the mount option `hidepid`, /proc hides the processes of other users."""
+    """Return whether a process has certainly ended.
+
+    With the mount option `hidepid`, /proc hides the processes of other users, so a process that is not in /proc may still be running.
+    """
     try:
         return _start_time(pid) != started
     except (FileNotFoundError, ProcessLookupError):

@@ -13,12 +13,12 @@ _REPLACEMENTS = {
 
 
 def sanitize(text: str) -> str:
-    """Replace control characters, direction marks and lone surrogates with visible text. Keep line breaks and tabs."""
+    """Replace control characters, direction marks and lone surrogates with visible text. Keep newlines and tabs."""
     return text.translate(_REPLACEMENTS)
 
 
 def sanitize_line(text: str) -> str:
-    """Sanitize text, and replace line breaks and tabs too, so that it stays on one line."""
+    """Sanitize text, and also replace newlines and tabs, so that the text stays on one line."""
     return sanitize(text).replace("\n", "␊").replace("\t", " ")
 
 

@@ -1,4 +1,4 @@
-"""Find the session that a command-line argument names: an id, a prefix of an id, or `last`."""
+"""Find the session that a command-line argument (an id, a prefix of an id, or `last`) names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ LAST = "last"
 
 
 def resolve_session_id(wanted: str, known: Sequence[str]) -> str:
-    """Return the session id that `wanted` names: an id, a prefix of one, or `last`. `known` lists the most recent ids, newest first.
+    """Return the session id for `wanted`, which is an id, a prefix of an id, or `last`. `known` lists the most recent ids, newest first.
 
-    Raise `NotFound` if no id matches, or if `wanted` is a prefix of several.
+    Raise `NotFound` if no id matches, or if `wanted` is a prefix of several ids.
     """
     if not known:
         raise NotFound("no session is recorded here; record one with `turngate run`")

@@ -1,4 +1,4 @@
-"""Assign sessions to workers. A session's id determines its slot, and the slot determines its worker, so no lookup is needed."""
+"""Assign sessions to workers. A session's id determines its slot, and the slot determines the worker, so no lookup is needed."""
 
 from __future__ import annotations
 

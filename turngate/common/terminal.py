@@ -1,4 +1,4 @@
-"""Print to the terminal. Text is not interpreted as markup. Callers must sanitize text from agents and models themselves."""
+"""Print to the terminal. Text is not interpreted as markup. It is not sanitized: callers must sanitize text from agents and models."""
 
 from __future__ import annotations
 

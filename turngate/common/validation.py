@@ -36,7 +36,7 @@ _PARTS = {"str": "character", "array": "item", "object": "entry"}
 
 
 def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
-    """Explain an error from decoding `kind`. Return a message and the path of the invalid field.
+    """Explain an error that msgspec raised while decoding a value of type `kind`. Return a message and the path of the invalid field.
 
     If the path is known, the message starts with it. Otherwise, the path is None. `noun` is the word for a field in the message.
     """

@@ -85,10 +85,10 @@ class Stream(Protocol):
         """Content type of the reply."""
 
     def begin(self, usage: Usage | None = None) -> bytes:
-        """Encode the bytes that precede the first event. `usage` holds the prompt's token count if it is already known."""
+        """Return the bytes that precede the first event. `usage` holds the prompt's token count if it is already known."""
 
     def event(self, event: ReplyEvent) -> bytes:
-        """Encode one event. `Done` becomes the terminal event."""
+        """Encode one event. The encoding of `Done` ends the stream."""
 
     def error(self, error: TurngateError) -> bytes: ...
 
@@ -120,7 +120,7 @@ class Dialect(Protocol):
 
     @property
     def path_prefix(self) -> str:
-        """Prefix of this dialect's paths. An error about an unknown path is encoded by the dialect with the longest matching prefix."""
+        """Path prefix that suggests this dialect if neither the route nor the headers of a request do. The longest matching prefix wins."""
 
     @property
     def list_field(self) -> str:

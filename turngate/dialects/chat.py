@@ -387,7 +387,9 @@ def _decode_tools(request: ChatRequest) -> tuple[Constraint | None, ChatTools | 
         choice = _decode_choice("tool_choice", request.tool_choice)
         return decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
     if tools is not None or is_given(request.tool_choice):
-        raise field_error("functions", "cannot be combined with tools or tool_choice; use tools only")
+        raise field_error(
+            "functions", "cannot be combined with tools or tool_choice; declare the functions in tools instead"
+        )
     functions = ChatTools.from_functions(bytes(request.functions)) if _is_list_given(request.functions) else None
     choice = _decode_choice("function_call", request.function_call)
     return decode_function_call(choice, functions)

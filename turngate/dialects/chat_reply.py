@@ -111,7 +111,7 @@ def call_to_wire(call: ToolCall, custom_tools: frozenset[str] = frozenset()) -> 
 
 
 def custom_call_from_wire(call_id: str, name: str, text: str) -> ToolCall:
-    """Decode a call of a custom tool. `text` is the call's input."""
+    """Decode a call to a custom tool. `text` is the call's input."""
     whole = call_id.startswith(_WHOLE_INPUT_ID)
     return ToolCall(call_id_from_wire(call_id), name, text if whole else custom_input_to_arguments(text))
 

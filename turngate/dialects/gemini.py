@@ -1,8 +1,8 @@
 """Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and related routes.
 
-Decoding splits the body into raw turns. Each turn is decoded later, and only if it is new (`gemini_history.py`). Tools are also decoded
-later. All other fields are validated here, so that an error can name the invalid field in the way that Google does. As in Google's API,
-field names may be in `camelCase` or `snake_case`.
+Decoding splits the body into raw contents, which are grouped into turns. Each turn is decoded later, and only if it is new
+(`gemini_history.py`). Tools are also decoded later. All other fields are validated here, so that an error can name the invalid field in the
+way that Google does. As in Google's API, field names may be in `camelCase` or `snake_case`.
 """
 
 from __future__ import annotations
@@ -315,7 +315,9 @@ def _decode_calling_config(request: GeminiRequest) -> tuple[str, dict[str, None]
 def _require_call(tools: GeminiTools | None, allowed: Collection[str]) -> Constraint:
     offered = tools.decode() if tools is not None else ()
     if tools is None or not offered:
-        raise field_error(_MODE, "ANY forces a call, but the request declares no functions")
+        raise field_error(
+            _MODE, "is ANY, which forces a call, but the request declares no functions; declare functions, or use AUTO"
+        )
     _require_declared(tools, allowed)
     return require_any_tool([tool for tool in offered if not allowed or tool.name in allowed], parallel=True)
 

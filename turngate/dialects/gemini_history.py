@@ -1,4 +1,4 @@
-"""Decoding of Gemini conversations: converts the contents of a request to messages.
+"""Decode Gemini conversations: convert the contents of a request to messages.
 
 A conversation is a list of contents, each with a role and a list of parts. Agents differ in how they split a turn into contents: streaming
 SDKs keep every chunk as a separate content, while Gemini CLI joins the chunks. Consecutive contents with the same role are therefore
@@ -93,7 +93,7 @@ def encode_signature(reasoning: str) -> str:
 
 
 def decode_signature(signature: str) -> str | None:
-    """Return the reasoning that `encode_signature` encoded, or None if a provider created the signature.
+    """Return the reasoning that `encode_signature` encoded, or None if the signature was created elsewhere.
 
     An agent can forge a signature, so the result is only the agent's claim about what the model thought.
     """
@@ -315,7 +315,7 @@ class _OpenCalls:
 
 
 def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
-    """Decode a tool result. Many clients omit the id; the result then answers the first unanswered call of the function with that name."""
+    """Decode a tool result. Many clients omit the id; the result then answers the first unanswered call to the function that it names."""
     result = read_fields(raw, where)
     unsupported = media = ""
     if "parts" in result and read_items(result["parts"], f"{where}.parts"):

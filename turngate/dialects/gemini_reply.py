@@ -103,7 +103,7 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 
 
 def _encode_arguments(arguments: str) -> Json:
-    """Return a call's arguments as the model wrote them, on one line. Wrap them as text if they are too deep or not an object."""
+    """Return a call's arguments as the model wrote them, on one line. Wrap them as text if they are nested too deeply or not an object."""
     if not arguments:
         return {}
     try:

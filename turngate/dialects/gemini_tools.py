@@ -63,9 +63,9 @@ def _decode_tool(name: str, declaration: dict[str, msgspec.Raw], where: str) -> 
 
 
 def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -> Json:
-    """Return the JSON Schema in a function's field `name` (`parameters` or `response`), or None if there is none.
+    """Return the schema of a function's `parameters` or `response` (the value of `name`) as JSON Schema, or None if it is not declared.
 
-    The field `<name>JsonSchema` is JSON Schema already. The field `<name>` is a Gemini schema, which is converted.
+    The field `<name>JsonSchema` already contains JSON Schema. The field `<name>` contains a Gemini schema, which is converted.
     """
     if f"{name}JsonSchema" in declaration:
         place = f"{where}.{name}JsonSchema"

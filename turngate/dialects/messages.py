@@ -217,7 +217,7 @@ def _refuse_unsupported(request: MessagesRequest) -> None:
     if is_given(request.container):
         raise field_error("container", "is not supported, and neither are skills; leave it out")
     if is_given(request.compaction):
-        raise field_error("compaction", "is not supported; ask the model for a summary in a message instead")
+        raise field_error("compaction", "is not supported; send a message that asks the model for a summary instead")
     if is_given(request.thread):
         raise reply.ThreadsUnsupported(
             "thread is not supported, because conversations are not stored; send all messages", param="thread"

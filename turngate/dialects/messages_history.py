@@ -252,9 +252,12 @@ def _why_unsupported(block: _Block, where: str) -> str:
         case "document" | "search_result":
             fix = "this gateway accepts text only; send the text in a text block"
         case "":
-            fix = "set the block's type"
+            return f"{where}.type is missing; set the block's type"
         case _:
-            fix = "use text, thinking, tool_use or tool_result blocks, or leave the block out"
+            return (
+                f"{where}: {block.type!r} blocks are not supported here; use text, thinking or tool_use blocks in an assistant message, "
+                "text or tool_result blocks in a user message, or leave the block out"
+            )
     return f"{where}: {block.type!r} blocks are not supported: {fix}"
 
 

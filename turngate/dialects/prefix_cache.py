@@ -4,7 +4,8 @@ An agent sends its whole conversation with every call, so the requests of a sess
 not decoded again.
 
 A request consists of a list (`messages`, `input` or `contents`) and a frame, which is the part of the body before and after the list. The
-list is compared with the lists of the session's latest requests. There are three ways to decode a request, and all produce the same call:
+list is compared with the known lists: those of the session's latest requests. There are three ways to decode a request, and all produce the
+same call:
 
 - If the list extends a known list and the frame is the same, only the new items are decoded. Everything else is copied from the earlier
   call.
@@ -36,7 +37,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 class _Frame(msgspec.Struct, frozen=True):
     """A request without its list, which was between `head` and `tail`.
 
-    No other field of the body has the list's name, so another list can take its place.
+    No other field of the body has the list's name, so the list can be replaced by another one.
     """
 
     head: bytes
@@ -54,7 +55,7 @@ class _KnownList(msgspec.Struct, frozen=True):
 
 
 class _Match(msgspec.Struct, frozen=True):
-    """A match between a body's list and a known list: where the list starts, how many items match, and where the first new item starts."""
+    """Where a body's list starts, how many of its first items match a known list, and where the first new item starts."""
 
     list_start: int
     count: int
@@ -103,7 +104,7 @@ class PrefixCache:
         return call
 
     def _find(self, body: bytes) -> _Match | None:
-        """Find the known list that shares the longest prefix with the body's list. Return None if no known list shares an item with it."""
+        """Find the known list that shares the longest prefix with the body's list. Return None if no known list shares a prefix with it."""
         best: _Match | None = None
         start = self._find_list(body) if self._lists else 0
         for known in reversed(self._lists if start else ()):
@@ -186,7 +187,8 @@ class PrefixCache:
     def _opens_list(self, head: bytes) -> bool:
         """Return whether the list starts where `head` ends.
 
-        To check this, close the list and the object there. The list must then be the last field of a valid object, and empty.
+        The check closes the list and the object after `head`. The result must be a valid object whose last field is the list, and the list
+        must be empty.
         """
         try:
             fields = _fields.decode(head + b"]}")
@@ -217,9 +219,9 @@ def _request_key(wire: WireRequest) -> tuple[object, ...]:
 
 
 def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int]:
-    """Count how many of `items` match the beginning of the list at index `at`. Return the count, and where the next item starts.
+    """Return how many leading `items` are also the first items of the list at `body[at]`, and where the next item starts in `body`.
 
-    An item only matches if another item follows it in the body.
+    An item matches only if another item follows it in `body`.
     """
     joined = b",".join(items)
     if body.startswith(joined, at) and (following := _next_item(body, at + len(joined))):

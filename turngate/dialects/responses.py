@@ -381,7 +381,11 @@ def _read_allowed_names(entries: list[Json]) -> set[str]:
 def _require_tools(tools: ResponsesTools | None) -> tuple[Tool, ...]:
     decoded = () if tools is None else tools.decode()
     if not decoded:
-        raise field_error("tool_choice", "needs tools, but the request has no tools that the gateway supports")
+        raise field_error(
+            "tool_choice",
+            "needs tools, but the request has no tools that the gateway supports; declare a function or a custom tool, or leave "
+            "tool_choice out",
+        )
     return decoded
 
 

@@ -1,4 +1,4 @@
-"""Decoding of OpenAI Responses conversations: converts items to messages, on demand.
+"""Decode OpenAI Responses conversations: convert items to messages, on demand.
 
 The format splits one turn of the model into several items: reasoning, text and calls. They are grouped here, so that a turn is compared and
 decoded as one message. Consecutive items belong to the same turn, unless the ids that the gateway assigned show that they come from
@@ -250,7 +250,7 @@ class ResponsesHistory:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Encode reasoning for `encrypted_content`. It is not encrypted, because the agent may read it."""
+    """Encode reasoning for `encrypted_content`. The reasoning is not encrypted, because the agent may read it."""
     raw = reasoning.encode("utf-8", "surrogatepass")
     return REASONING_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode()
 
@@ -279,7 +279,7 @@ def _default_type(role: str | None) -> str:
 
 
 def reply_mark(item_id: str) -> str:
-    """Return the mark that all items of a reply have in their ids, or an empty string if the gateway did not assign the id."""
+    """Return the mark in an item's id, which all items of one reply share. Return an empty string if the gateway did not assign the id."""
     return item_id.partition("_tg")[2][:24]
 
 
@@ -322,7 +322,7 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
             case kind:
                 unsupported = (
                     unsupported
-                    or f"{where}.type: {kind!r} items are calls to the provider's own tools, which this gateway cannot read; leave them out"
+                    or f"{where}.type: {kind!r} items are not supported, because they belong to the provider's own tools; leave them out"
                 )
     # Text that was split by streaming is joined without a separator.
     return Message(
@@ -390,7 +390,7 @@ def _decode_other(item: _Item, where: str) -> Message:
             return Message("tool", text, tool_call_id=_require_call_id(item, where))
         case kind if kind in _HOSTED_RESULTS:
             unsupported = (
-                f"{where}.type: {kind!r} items are results of the provider's own tools, which this gateway cannot read; "
+                f"{where}.type: {kind!r} items are not supported, because they belong to the provider's own tools; "
                 "leave them out"
             )
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)

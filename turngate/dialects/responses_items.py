@@ -63,7 +63,10 @@ def read_output(tail: bytes) -> list[bytes]:
 
 
 def rebuild_reply(echo: bytes, tools: bytes, path: Sequence[bytes], output: Sequence[bytes]) -> EarlierReply:
-    """Rebuild a stored response. `path` contains the recorded input items. If the request had instructions, they are the first item."""
+    """Rebuild a stored response. `echo` and `tools` come from its `ReplyRecord`.
+
+    `path` contains the recorded input items. If the request had instructions, they are the first item.
+    """
     own = _echo.decode(b"{" + echo + b"}").instructions
     items = list(path[1:] if own else path)
     if tools != b"[]":

@@ -90,7 +90,7 @@ class _TextForm(msgspec.Struct, frozen=True):
 def _build_text_form(
     prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b""
 ) -> _TextForm:
-    """Build the templates.
+    """Build the templates for one kind of text.
 
     `events` is a pair of prefixes for the names of events: one for text (such as `output_text`), one for parts (such as `content_part`).
     `index` is the name of the field with the part's index, which is always 0.

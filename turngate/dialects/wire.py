@@ -154,7 +154,7 @@ def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str
 def validate_sampling(values: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the sampling values, or raise BadRequest if one is out of range.
 
-    `names` maps those fields of `Sampling` that the dialect names differently to the dialect's names.
+    `names` maps each field of `Sampling` whose name differs in the dialect to the dialect's name for it.
     """
     if values.get("top_k") == -1:
         values = {**values, "top_k": 0}  # both -1 and 0 disable top_k
@@ -177,7 +177,7 @@ def validate_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, .
 
 
 def placeholder(kind: str, data: bytes) -> str:
-    """Return text to replace content that is not text, such as an image. Its hash differs if the data differs."""
+    """Return text that replaces content that is not text, such as an image. The text contains a hash of `data`."""
     return f"[{kind} {blake2b(data, digest_size=8).hexdigest()}]"
 
 
@@ -191,7 +191,7 @@ def function_tool(name: str, description: str | None, parameters: Json) -> Tool:
 
 
 def require_any_tool(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
-    """Build the constraint that the reply must be a call to one of these tools, or several calls if `parallel` is set."""
+    """Build the constraint that the reply must consist of calls to these tools: exactly one call, or at least one if `parallel` is set."""
     calls = [_build_call_schema(tool) for tool in tools]
     most = {} if parallel else {"maxItems": 1}
     return Constraint("tools", {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})

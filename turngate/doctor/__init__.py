@@ -1,7 +1,7 @@
 """The checks of `turngate doctor`, for the machine, the engine, its tokenizer, agents and sandboxes, or for a running gateway.
 
-`checks.py` lists all checks and runs them. A check removes everything that it creates. It reports what it found and how to fix it, and
-never reveals a secret.
+`checks.py` lists all checks and runs them. A check removes everything that it creates. It reports what it found and how to fix any
+problem, and never reveals a secret.
 """
 
 from __future__ import annotations

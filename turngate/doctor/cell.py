@@ -19,7 +19,7 @@ _LATE_S = 60.0  # a session that should have been shipped this long ago is late
 
 
 async def check_shared_store(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the shared store answers, and that this cell can ship its sessions and does so in time."""
+    """Check that the shared store answers, and that this cell ships its sessions in time."""
     if not context.config.shared:
         return [not_checked("not a cell", "to check a cell, pass --shared or set TURNGATE_SHARED")]
     return await asyncio.to_thread(_check, context.config)

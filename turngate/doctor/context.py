@@ -53,7 +53,7 @@ class DoctorContext:
         self._health: list[tuple[str, Health]] | None = None
 
     async def renderer(self) -> tuple[Renderer, Certificate]:
-        """Return the renderer of the configured tokenizer, and its certificate. Raise the same errors as `load_renderer`."""
+        """Return the renderer of the configured tokenizer, and its certificate. Raise TurngateError or OSError if it cannot be loaded."""
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
@@ -81,7 +81,7 @@ class DoctorContext:
         return list(self.config.engine_url) or [""]
 
     async def engine(self, url: str) -> Engine:
-        """Build the engine at a URL in the same way as the gateway. The caller must start and close it."""
+        """Build the engine object for a URL, as the gateway does. The caller must start and close it."""
         engine, _ = await self._build_engine(url)
         assert engine is not None, "observed engines have no engine object"
         return engine

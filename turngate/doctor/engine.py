@@ -243,5 +243,5 @@ async def measure_skew(url: str) -> CheckOutcome:
             f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the clock of {url}",
             "synchronize both clocks (chrony, systemd-timesyncd)",
         )
-    difference = "about a second" if abs(off) < 1.5 else f"{abs(off):.0f} s"
+    difference = "about a second" if abs(off) < 1.5 else f"about {abs(off):.0f} s"
     return ok(f"this machine's clock is within {difference} of the clock of {url}")

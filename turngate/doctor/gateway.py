@@ -1,4 +1,4 @@
-"""Check a running gateway: whether it responds, accepts our key and records a call exactly, and how high its load is."""
+"""Check a running gateway: whether it responds, accepts the admin key and records a call exactly, and how high its load is."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ async def check_engines(context: DoctorContext) -> list[CheckOutcome]:
     if up == total and up:
         return [ok(f"{up} of {total} up")]
     fix = "find the reason in the gateway's log, and restart the engines"
-    return [(warning if up else failure)(f"{up} of {total} up: {health.get('status', '')}", fix)]
+    return [(warning if up else failure)(f"{up} of {total} up; status: {health.get('status', 'unknown')}", fix)]
 
 
 async def check_call(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that a small model call in a new session can be trained. The session is deleted afterwards."""
+    """Check that a small model call in a new session produces tokens that can be trained. The session is deleted afterwards."""
     try:
         async with _client(context) as client:
             if (await client.fence()).paused:
@@ -111,7 +111,7 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
         return failure(f"a model call failed ({type(error).__name__})", "check the gateway's log")
     if response.status != 200:
         return failure(
-            f"a model call failed with status {response.status}: {_error_message(answer)}", "check the gateway's log"
+            f"a model call failed with status {response.status}{_error_message(answer)}", "check the gateway's log"
         )
     took = time.perf_counter() - start
     rows = await client.samples(opened.id, everything=True)
@@ -129,7 +129,7 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
 
 def _error_message(answer: bytes) -> str:
     try:
-        return str(msgspec.json.decode(answer)["error"]["message"])[:300]
+        return f": {msgspec.json.decode(answer)['error']['message']}"[:300]
     except (msgspec.DecodeError, KeyError, TypeError):
         return ""
 

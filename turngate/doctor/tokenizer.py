@@ -1,7 +1,7 @@
 """Check the tokenizer and its chat template: whether the template is certified, and whether both are the same as the engine's.
 
-The gateway sends ids, so an engine with a different vocabulary would read different text. This is a failure. An engine with a different
-chat template still receives the gateway's ids, but the model may have been trained with the engine's template. This is a warning.
+A different vocabulary is a failure: the gateway sends ids, and the engine would read them as different text. A different chat template is
+only a warning: the engine still receives the gateway's ids, but the model may have been trained with the engine's template.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Ren
         if ours != theirs:
             decode = renderer.tokenizer.decode
             return warning(
-                f"{name}: the engine renders {case.name!r} differently: {_describe_difference(ours, theirs, decode(ours), decode(theirs))}",
+                f"{name}: the engine renders the test conversation {case.name!r} differently: "
+                f"{_describe_difference(ours, theirs, decode(ours), decode(theirs))}",
                 "use the same chat template for both (vLLM: --chat-template; gateway: chat_template.jinja in --tokenizer)",
             )
         compared += 1

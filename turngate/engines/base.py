@@ -1,6 +1,6 @@
 """The engine interface: token ids in, token ids with log-probabilities out, streamed.
 
-Implementations: `vllm`, `sglang`, `local`, `scripted`, `gate`; `pool` spreads sessions over several of them.
+Implementations: `vllm`, `sglang`, `local`, `scripted`, `gate`; `pool` spreads sessions over several engines.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     sampling_mask: bool = False  # return the ids that were left to sample from at each token, if the engine can
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
-        """Encode a JSON object: the prompt as field `field`, then the fields `others`. The ids are never converted to Python integers."""
+        """Encode a JSON request body: the prompt in field `field`, then the fields `others`. Ids are not converted to Python integers."""
         inside = self.prompt.items if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens sampled since the last chunk.
+    """Tokens sampled since the previous chunk.
 
-    `ids` includes a sampled stop token. `logprobs` has one entry per id, or is None if the engine returned no log-probabilities.
-    `prompt` contains the prompt ids that the engine echoed, if requested. `versions` contains the policy versions of the first and the last
-    token in `ids`, if the engine reports them. `alternatives` contains the most likely ids at each position with their
+    `ids` includes the stop token, if one was sampled. `logprobs` has one entry per id, or is None if the engine returned no
+    log-probabilities. `prompt` contains the prompt ids that the engine echoed, if requested. `versions` contains the policy versions of the
+    first and the last token in `ids`, if the engine reports them. `alternatives` contains the most likely ids at each position with their
     log-probabilities, if requested. `cached` is the number of prompt tokens that were in the engine's cache, if the engine reports it.
-    `version_runs` lists (policy version, number of tokens) for the whole reply so far, if the engine reports versions.
+    `version_runs` lists pairs (policy version, number of tokens) for the whole reply so far, if the engine reports versions.
     `counted` is the number of sampled tokens in the whole reply, if the engine reports it.
-    `side` contains further data for tokens of the prompt and of the reply so far, such as routed experts and sampling masks.
+    `side` contains other data per token of the prompt or the reply, such as routed experts and sampling masks.
     """
 
     ids: Sequence[int]
@@ -136,7 +136,7 @@ class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A call to relay to an endpoint (observe mode), with the model and sampling that the gateway sets.
 
     An endpoint that speaks the call's dialect receives the agent's body (`call.body`) with these overrides. Any other endpoint receives a
-    translation.
+    translation of the call.
     """
 
     call: Call
@@ -150,7 +150,7 @@ class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayChunk(msgspec.Struct, frozen=True):
-    """Output of the endpoint since the last chunk, with any token data it returned."""
+    """Output of the endpoint since the previous chunk, with any token data it returned."""
 
     events: tuple[Delta | CallDelta, ...] = ()
     ids: Sequence[int] | None = None

@@ -1,8 +1,8 @@
 """Extract one long base64 string from a JSON reply as it arrives.
 
-The string may be a hundred megabytes long. Parsing it together with the rest of its event would block the event loop for a second. A thread
-would not help, because JSON and base64 decoders hold the interpreter lock. Decoding each read as it arrives blocks the loop for about a
-millisecond at a time.
+The string may be a hundred megabytes long. Parsing the reply as a whole would block the event loop for a second. A thread would not help,
+because JSON and base64 decoders hold the interpreter lock. Decoding each read as it arrives blocks the loop for only about a millisecond
+at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Base64Field:
         return b"".join(parts)
 
     def feed(self, read: bytes) -> bytes:
-        """Return `read`, the next part of the reply, without the field's content. A complete field becomes an empty string."""
+        """Return `read`, the next part of the reply, without the field's content. In the result, the field is an empty string."""
         data = self._held + read if self._held else read
         self._held = b""
         kept, at = [], 0
@@ -59,7 +59,10 @@ class Base64Field:
         return b"".join(kept)
 
     def take(self) -> bytes:
-        """Return the decoded content, and forget it. Call this in a thread if it is large: joining releases the interpreter lock."""
+        """Return the decoded content, and remove it from this object.
+
+        If the content is large, call this in a thread: joining the parts releases the interpreter lock.
+        """
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._clear()
         return data
@@ -68,7 +71,10 @@ class Base64Field:
         self._parts, self.size, self._rest = [], 0, b""
 
     def _find_content(self, data: bytes, at: int) -> tuple[int, int | None]:
-        """Return where the data to keep ends, and where to continue. The latter is None if more data is needed to decide."""
+        """Look for the field in `data`, from index `at` on. Return the end of the data to keep, and the index at which to continue.
+
+        The second index is None if more data is needed.
+        """
         found = data.find(self._mark, at)
         if found < 0:
             sizes = range(min(len(self._mark) - 1, len(data) - at), 0, -1)

@@ -38,7 +38,7 @@ class GateBackend(Protocol):
 class GateCall:
     """A call that the trainer has taken. Answer it once, whole or in parts, from one task at a time.
 
-    As a context manager, it gives an unfinished call back on exit, or fails the call if part of its answer was sent.
+    If the call is used as a context manager and is unfinished on exit, it is given back, or failed if part of its answer was sent.
     """
 
     def __init__(self, backend: GateBackend, call_id: str, lease: str, request: GateRequest) -> None:
@@ -68,9 +68,9 @@ class GateCall:
     ) -> None:
         """Send all sampled tokens, or the remaining ones, and finish the call.
 
-        `ids` includes the stop token. `logprobs` has one entry per id. Use None for an unknown log-probability, or for `logprobs` if all
-        are unknown; the turn is then recorded but never trained. `version` is the policy version that sampled the tokens. By default,
-        the turn spans all versions since the call was taken.
+        `ids` includes the stop token, if one was sampled. `logprobs` has one entry per id. Use None for an unknown log-probability, or
+        for `logprobs` if all are unknown; the turn is then recorded but not used for training. `version` is the policy version that
+        sampled the tokens. By default, the tokens are recorded as spanning all versions since the call was taken.
         """
         await self._send_piece(ids, logprobs, finish, version)
 
@@ -81,14 +81,17 @@ class GateCall:
         *,
         version: int | None = None,
     ) -> None:
-        """Send part of the answer to the agent. Complete it with `finish` or `answer`."""
+        """Send part of the answer to the agent. Complete the answer with `finish` or `answer`."""
         await self._send_piece(ids, logprobs, None, version)
 
     async def finish(self, finish: GateFinish = "stop") -> None:
         await self._send_piece((), None, finish, None)
 
     async def fail(self, message: str, fault: GateFault = "unavailable") -> None:
-        """Fail the call. The agent gets a retryable error (`unavailable`), a permanent one (`error`) or a context overflow (`overflow`)."""
+        """Fail the call, with an error for the agent.
+
+        `fault` selects the error: `unavailable` is retryable, `error` is permanent, and `overflow` is a context overflow.
+        """
         self._require_open()
         await self._backend.fail(self, message, fault)
         self.over = True
@@ -155,7 +158,7 @@ def to_arrays(
         scores = None if logprobs is None else np.asarray(logprobs)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor that requires gradients or is on a GPU
         raise BadRequest(
-            f"ids and logprobs cannot be converted to arrays ({error}); pass lists, or arrays on the CPU"
+            f"ids or logprobs cannot be converted to an array ({error}); pass lists, or arrays on the CPU"
         ) from None
     if id_array.ndim != 1 or (id_array.dtype.kind not in "iu" and id_array.size):
         raise BadRequest(
@@ -190,7 +193,7 @@ def to_arrays(
 
 
 def check_piece(ids: Ids, logprobs: Logprobs | None) -> None:
-    """Check that ids and log-probabilities match and are valid. NaN marks an unknown log-probability."""
+    """Check that ids and log-probabilities are valid, and that there is one log-probability per id. NaN marks an unknown value."""
     if ids.size and int(ids.min()) < 0:
         raise BadRequest("every id must be 0 or greater", param="ids")
     if logprobs is None:

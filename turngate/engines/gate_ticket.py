@@ -1,4 +1,4 @@
-"""The state of one call at the gate, and the checks that its answer (already converted to arrays) fits the request."""
+"""One call at the gate: its state, and the validation of its answer, which has already been converted to arrays."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Ticket:
         if total > request.max_tokens:
             raise BadRequest(
                 f"the answer has {total} tokens, which exceeds max_tokens ({request.max_tokens}); "
-                f"cut it off after {request.max_tokens} tokens, with finish 'length'",
+                f"truncate it to {request.max_tokens} tokens, and set finish to 'length'",
                 param="ids",
             )
         if finish is not None and not total:
@@ -83,7 +83,7 @@ class Ticket:
             raise BadRequest(f"ids[{where}] is the stop token {int(ids[where])}, {problem}", param="ids")
 
     def version_range(self, version: int | None, current: int) -> tuple[int, int]:
-        """Return the policy versions of a part's first and last token, given the gateway's `current` version."""
+        """Return the policy versions of the first and last token in a part of the answer. `current` is the gateway's version."""
         if version is None:
             return self.version, current
         if not 0 <= version <= current:

@@ -1,6 +1,6 @@
 """HTTP access to engines: one client per engine, server-sent events, and failures mapped to `TurngateError`s.
 
-This module does not interpret an engine's JSON. Two rules hold throughout:
+Apart from errors, this module does not interpret the JSON that engines send. Two rules hold throughout:
 
 - Leaving the `EngineClient.post` block before the generation has finished closes the connection, which tells the engine to abort.
 - Errors are `TurngateError`s whose message is safe to show to an agent: it contains no URL, key or request headers.
@@ -116,7 +116,7 @@ def error_from_status(engine: str, status: int, message: str, evidence: str = ""
 
 
 def parse_overflow(text: str, words: str) -> ContextOverflow:
-    """Build a `ContextOverflow` with the message `text`, and with the request size and the limit that `words` mention."""
+    """Build a `ContextOverflow` with the message `text`, and with the request size and the limit that are found in `words`."""
     sizes = next((found for pattern in _SIZES if (found := pattern.search(words))), None)
     size = None if sizes is None else sum(int(n) for n in sizes.groups())
     limits = _LIMITS.search(words)
@@ -232,7 +232,7 @@ class EventParser:
         self._data: list[bytes] = []
 
     def feed(self, read: bytes) -> list[bytes]:
-        """Parse a read, and return the data of the events that it completes."""
+        """Parse `read`, the next part of the stream, and return the data of the events that it completes."""
         complete = self._parse_simple(read)
         if complete is not None:
             return complete
@@ -251,7 +251,7 @@ class EventParser:
         return events
 
     def _parse_simple(self, read: bytes) -> list[bytes] | None:
-        """Parse a read that consists of complete one-line events, the usual case. Return None for any other read."""
+        """Parse `read` if it consists of complete one-line events, which is the usual case. Otherwise, return None."""
         if self._rest or self._data or not read.endswith(b"\n\n"):
             return None
         if not read.startswith(b"data: ") or b"\r" in read:
@@ -396,7 +396,7 @@ class EngineClient:
     """An HTTP client for one engine.
 
     `silence_s` limits the time between received bytes; None means no limit. `headers` are sent with every request, and default to an
-    `Authorization` header with the key. `direct` selects the minimal client in `http1.py`, for engines that accept token ids.
+    `Authorization` header with `key`. `direct` selects the minimal client in `http1.py`, for engines that accept token ids.
     """
 
     def __init__(

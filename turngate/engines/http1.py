@@ -33,7 +33,7 @@ class MalformedReply(Exception):
 
 
 class ConnectionPool:
-    """Keep-alive connections to one origin. The most recently used connection is reused first, so that surplus ones expire."""
+    """Keep-alive connections to one origin. The most recently used connection is reused first, so that surplus connections expire."""
 
     def __init__(
         self, url: str, *, connect_s: float, silence_s: float | None, keep_s: float, headers: Mapping[str, str]

@@ -1,7 +1,7 @@
-"""Apply a constraint only after the model's reasoning, with an engine that would apply it from the first token.
+"""Apply a constraint only after the model's reasoning, on an engine that would apply it from the first token.
 
-The reasoning is sampled first, without the constraint. The rest of the reply is a second generation that continues from there. A reply
-without reasoning starts over with the constraint, because its first token was sampled without it.
+The reasoning is sampled first, without the constraint. The rest of the reply is a second generation, which continues after the
+reasoning. If the model does not reason, the reply starts over with the constraint, because its first token was sampled without it.
 """
 
 from __future__ import annotations

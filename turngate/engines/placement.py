@@ -1,17 +1,18 @@
-"""The rule that chooses a lane for a session's call, and decides when a lane is crowded. `pool.py` explains lanes.
+"""The rules that choose a lane for a session's call, and that decide when a lane is crowded. `pool.py` explains lanes.
 
 - A session stays in its lane, where its prefix is cached, unless that lane is *crowded*.
 - A lane is crowded if its KV cache is at least 90 % full and at least one call is waiting, or if its queue is long: at least 4 calls
   are waiting, and at least one for every 4 that are running.
 - A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because the new lane must compute
-  the session's whole prefix again. Between two reports, a gateway moves at most its own share of the waiting calls.
+  the session's whole prefix again. Between two reports, the number of sessions that a gateway moves is limited to its own
+  share of the waiting calls.
 - Calls that this gateway has begun since the last report count as waiting once the lane is full, so a burst between two reports can
-  crowd a lane. A lane is full at the number of calls that it was running when it was last reported as crowded. If it later runs more
-  calls without being crowded, that number is unknown again.
+  crowd a lane. A lane is full when it has as many calls as it was running when it was last reported as crowded. If it later runs
+  more calls without being crowded, the number of calls that fill it is unknown again.
 - A new session goes to a lane that is not crowded or, if all are crowded, to any lane. If several lanes qualify, the one with the fewest
   calls is chosen. A tie goes to the lane with the fewest of this gateway's sessions.
 
-All functions here are pure.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -107,5 +108,5 @@ def should_move(home: LaneLoad, best: LaneLoad) -> bool:
 
 
 def is_saturated(lanes: Sequence[LaneLoad]) -> bool:
-    """Return whether every lane is crowded, so that more calls would only lengthen the queues. This is also true if there are no lanes."""
+    """Return whether more calls would only lengthen the queues, because every lane is crowded. This is also true if there are no lanes."""
     return all(lane.is_crowded for lane in lanes)

@@ -33,8 +33,9 @@ _WAIT_MAX_S = 4.0
 class Pool:
     """An engine that spreads sessions over several engines.
 
-    A call is tried on at most `attempts` lanes, and waits up to `wait_s` seconds for a busy one. At most `max_sessions` placements are
-    remembered; the least recently used is forgotten first. With `may_be_empty`, a pool may start without engines and get them later.
+    A call is tried on at most `attempts` lanes. If they are busy, it is tried again for up to `wait_s` seconds. The pool remembers the
+    lanes of at most `max_sessions` sessions, and forgets the least recently used first. With `may_be_empty`, a pool may start without
+    engines and get them later.
     """
 
     def __init__(

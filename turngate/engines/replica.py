@@ -39,7 +39,7 @@ class PoolTiming(msgspec.Struct, frozen=True, kw_only=True):
     under load means little, and moving sessions loses their caches. One failure is enough if the replica was never up, has the wrong
     weights, or was unavailable for a call. A replica that is down is checked after `backoff_s`, with exponential backoff up to
     `backoff_max_s`, and before a call if no other replica is up. The load is read every `load_s`, but less often if the engine answers
-    slowly. With `load_s` 0, it is never read.
+    slowly. If `load_s` is 0, the load is never read.
     """
 
     check_s: float = 10.0
@@ -65,8 +65,8 @@ class Lane:
 class Replica:
     """One engine of a pool, with its lanes and its health.
 
-    Only a check brings a replica that is down up again. A call that succeeds does not show which weights the engine has: it may have
-    restarted with its initial ones.
+    Once the replica is down, only a successful check brings it back up. A successful call does not show which weights the engine has: the
+    engine may have restarted with its initial ones.
     """
 
     def __init__(self, engine: Engine, timing: PoolTiming) -> None:
@@ -138,7 +138,7 @@ class Replica:
         self._lost.set()
 
     def record_success(self) -> None:
-        """Forget failed checks, because a call succeeded. This does not bring a replica up."""
+        """Forget failed checks, because a call succeeded. A replica that is down stays down."""
         if self.up:
             self._misses = 0
 

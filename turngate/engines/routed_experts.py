@@ -38,7 +38,7 @@ class RoutedExpertsReply:
     async def read(self, request: Generate, sampled: int) -> tuple[SideArray, ...]:
         """Return the routed experts of a complete reply with `sampled` tokens.
 
-        Raise `EngineError` if they are missing or do not match the reply's tokens.
+        Raise `EngineError` if they are missing or invalid.
         """
         if not self.field.size:
             raise EngineError(f"{self._engine} returned no routed experts; start it with {_FLAG}")
@@ -74,7 +74,10 @@ class RoutedExpertsReply:
             shape, is_fortran, dtype = read(header)
             values = np.frombuffer(data, dtype, offset=header.tell())
             if is_fortran or len(shape) != 3 or dtype.kind not in "iu":
-                raise ValueError(f"expected a three-dimensional integer array in C order, not {dtype} of shape {shape}")
+                order = "Fortran" if is_fortran else "C"
+                raise ValueError(
+                    f"expected a three-dimensional integer array in C order, not {dtype} of shape {shape} in {order} order"
+                )
             return values.reshape(shape)
         except ValueError as error:
             raise EngineError(f"{self._engine} sent routed experts that cannot be read: {error}") from None

@@ -3,11 +3,11 @@
 A trainer that computes a token's log-probability under new weights must normalize it over the same ids. What each engine returns:
 
 - local: the kept ids for every token, whatever the settings.
-- vLLM 0.32 (`--return-sampling-mask`, Model Runner V2): lists in the `generate` API, but none in the `completions` API. With
+- vLLM 0.32 (`--return-sampling-mask`, Model Runner V2): the kept ids in the `generate` API, but not in the `completions` API. With
   this option, vLLM rejects calls without `top_k` and requires `--logprobs-mode processed_logprobs`, so its log-probabilities are over the
   kept ids.
-- SGLang 0.5: lists for calls with `top_k` of at most `--sampling-mask-max-tokens`. Its usual log-probabilities are over the
-  whole vocabulary, so it returns those over the kept ids separately.
+- SGLang 0.5: the kept ids for calls with a `top_k` of at most `--sampling-mask-max-tokens`. Its usual log-probabilities are over
+  the whole vocabulary, so it returns those over the kept ids separately.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ MAX_KEPT = 4096  # a token for which more ids were kept has no mask, so its turn
 def build_masks(
     engine: str, first: int, ids: Sequence[int], kept: Sequence[Sequence[int] | np.ndarray]
 ) -> tuple[SideArray, ...]:
-    """Build the side data for tokens `ids` of a reply. `kept` has the ids kept for each token, and `first` is the first token's index.
+    """Build the sampling masks, as side data, for `ids`: consecutive tokens of a reply, the first at index `first`.
+
+    `kept` contains the ids that were kept for each token.
 
     Raise `EngineError` if the number of masks differs from the number of tokens, or if a mask excludes its own token or repeats an id.
     """

@@ -47,37 +47,40 @@ class ScoringEngine(Protocol):
         """Return the scores of the tokens in each span of `ids`, in the order of the spans. The scores have passed `check_scores`."""
 
     def find_model(self) -> str:
-        """Return the name of the model that scores. Raise an error if the engine does not have it."""
+        """Return the name of the model that computes the scores. Raise an error if the engine does not have this model."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids with the model's tokenizer. Special tokens are included."""
 
 
 def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScores], top_k: int) -> None:
-    """Raise `InvalidScores` if scores are missing, not finite, greater than 0, or contradict each other."""
+    """Raise `InvalidScores` if scores are missing, not finite, greater than 0 or contradictory."""
     for (start, end), found in zip(spans, scores, strict=True):
         where = f"{engine}: tokens {start} to {end - 1}"
+        at = f"{engine}: at tokens {start} to {end - 1}"
         if found.logprobs.shape != (end - start,):
             raise InvalidScores(
                 f"{where} have the wrong number of log-probabilities: {len(found.logprobs)} instead of {end - start}"
             )
         shapes = {found.top_ids.shape, found.top_logprobs.shape}
         if shapes != {(end - start, top_k)}:
-            raise InvalidScores(f"{where} do not each have the requested number of most likely tokens ({top_k})")
+            raise InvalidScores(
+                f"{engine} did not return exactly {top_k} most likely tokens for each position from {start} to {end - 1}"
+            )
         for name, values in (
-            ("log-probability", found.logprobs),
-            ("log-probability of a likely token", found.top_logprobs),
+            ("a log-probability", found.logprobs),
+            ("the log-probability of one of the most likely tokens", found.top_logprobs),
         ):
             if not np.isfinite(values).all() or (values <= NO_LOGPROB).any():
-                raise InvalidScores(f"{where} have a {name} that is missing or not finite")
+                raise InvalidScores(f"{at}, {name} is missing or not finite")
             if (values > TOLERANCE).any():
-                raise InvalidScores(f"{where} have a {name} that is greater than 0")
+                raise InvalidScores(f"{at}, {name} is greater than 0")
         if (found.top_ids < 0).any():
-            raise InvalidScores(f"{where} have a most likely token with a negative id")
+            raise InvalidScores(f"{at}, one of the most likely tokens has a negative id")
         ordered = np.column_stack([found.top_logprobs, found.logprobs]) if top_k else found.logprobs[:, None]
         best = ordered.max(axis=1, initial=-np.inf)
         if top_k and (np.diff(found.top_logprobs, axis=1) > TOLERANCE).any():
-            raise InvalidScores(f"{where} have most likely tokens that are not sorted by probability")
+            raise InvalidScores(f"{at}, the most likely tokens are not sorted by probability")
         if top_k and (best > found.top_logprobs[:, 0] + TOLERANCE).any():
             raise InvalidScores(
                 f"{where} include a token that is more likely than the tokens listed as most likely at its position"
@@ -148,10 +151,10 @@ class _ScoringServer:
     def find_model(self) -> str:
         served = [card.id for card in self._request("/v1/models", _Models).data]
         if not served or (self._model and self._model not in served):
-            wanted = f"the model {self._model!r}" if self._model else "any model"
-            raise EngineError(
-                f"{self.name} at {self._url} does not serve {wanted}; it serves: {', '.join(served) or 'none'}"
-            )
+            problem = "serves no models"
+            if self._model:
+                problem = f"does not serve the model {self._model!r}; it serves: {', '.join(served) or 'none'}"
+            raise EngineError(f"{self.name} at {self._url} {problem}")
         self._model = self._model or served[0]
         return self._model
 
@@ -176,7 +179,7 @@ class _ScoringServer:
             if 300 <= error.code < 400:
                 raise EngineError(
                     f"{self.name} at {self._url} answered with a redirect ({error.code}), which is not followed; "
-                    "set the URL of the server itself"
+                    "use the server's own URL"
                 ) from None
             sent = error.read(2000)
             message = f"status {error.code}: {extract_message(sent)[:500]}"
@@ -268,7 +271,7 @@ def _build_scores(
 ) -> TokenScores:
     if any(len(top) != top_k for top in tops):
         raise InvalidScores(
-            f"{engine}: tokens {span[0]} to {span[1] - 1} do not each have the requested number of most likely tokens ({top_k})"
+            f"{engine} did not return exactly {top_k} most likely tokens for each position from {span[0]} to {span[1] - 1}"
         )
     shape = (len(tops), top_k)
     with np.errstate(over="ignore"):  # `check_scores` rejects numbers that become infinite

@@ -1,13 +1,13 @@
-"""The vLLM engine: sends token ids to `/v1/completions` or `/inference/v1/generate`, and receives ids and log-probabilities.
+"""The vLLM engine, which sends token ids to `/v1/completions` or `/inference/v1/generate`, and receives ids and log-probabilities.
 
-Written against the request and response models of vLLM 0.32. The server needs these settings:
+It is written against the request and response models of vLLM 0.32. The server needs these settings:
 
 - `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the sampled distribution;
 - for `api="generate"`, `--enable-scale-out` on versions that require it;
 - for sampling masks, `api="generate"` and `--return-sampling-mask` (calls without `top_k` are then rejected);
 - for routed experts, `api="generate"` and `--enable-return-routed-experts`, which vLLM's CPU backend does not support;
 - for `ranks`, an API server that honors `X-data-parallel-rank`, in front of several data-parallel ranks;
-- to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment;
+- to load weights while it serves (`pause`, `load`, …), `VLLM_SERVER_DEV_MODE=1` in its environment;
 - for adapters, `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
 All sampling fields are sent, even neutral ones, because vLLM takes missing ones from the model's `generation_config.json`.
@@ -155,7 +155,7 @@ class VLLM:
     """One vLLM API server. An empty `model` means the model that the server serves.
 
     `rank` pins every call to one data-parallel rank. `ranks` is the number of ranks; it matters only in a `Pool`, which keeps each session
-    on one rank. `silence_s` limits the time between two bytes, so a call that is not streamed must finish within it.
+    on one rank. `silence_s` limits the time between two bytes, so a call that is not streamed must finish within that time.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class VLLM:
         await self._command("/update_weight_version", {"new_version": mark})
 
     async def _wrong_weights(self, served: _Models) -> str:
-        """Return why the engine must not be used, or an empty string if its weights are as expected or it never reports them."""
+        """Return why the engine must not be used, or an empty string if its weights are as expected or are never reported."""
         expected = self._expected.weights
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
@@ -396,7 +396,10 @@ class VLLM:
         return [dict(sorted(each.items(), key=lambda item: -item[1])[:count]) for each in found]
 
     def masks(self, batch: Sequence[bytes]) -> list[list[int]]:
-        """Return the ids that were left to sample from at each token in the events, or an empty list if the server does not send them."""
+        """Return, for each sampled token in the events, the ids that top-k, top-p and min-p left to sample from.
+
+        The list is empty if the server does not send them.
+        """
         choices = [choice for event in self._client.decode_all(_decode_masks, batch) for choice in event.choices]
         return [mask for choice in choices for mask in choice.sampling_mask or ()]
 
@@ -427,7 +430,7 @@ class VLLM:
 
 
 class VLLMGeneration:
-    """A call as a stream of chunks. Leaving the context early aborts the call.
+    """A call as a stream of chunks. Leaving the `async with` block early aborts the call.
 
     This is an iterator rather than a generator, because closing a generator early makes the event loop start a task.
     """

@@ -1,4 +1,4 @@
-"""The interface of engines whose weights can be changed while they serve, and how their weight labels become policy versions.
+"""The interface of engines whose weights can be changed while they serve, and how the labels of their weights become policy versions.
 
 `gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. An
 engine that runs in the trainer's process is updated by the trainer itself.
@@ -67,7 +67,7 @@ class UpdatableReplica(Protocol):
         """Unload an adapter. Calls in flight may still use it."""
 
     def expect(self, weights: PolicyWeights | None) -> None:
-        """From now on, report the replica as unhealthy unless it has these weights. With None, any weights are accepted."""
+        """From now on, report the replica as unhealthy unless it has these weights. If `weights` is None, accept any weights."""
 
 
 class VersionSpan(msgspec.Struct):

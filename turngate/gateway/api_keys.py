@@ -101,6 +101,6 @@ class KeyRing:
         return Quotas() if found is None else found.quotas
 
     def weight(self, project: str) -> float:
-        """Return a project's weight in the queue of model calls, as it is in the current copy. The copy is not refreshed."""
+        """Return a project's weight in the queue of model calls from the current copy, without refreshing the copy."""
         found = self._known.projects.get(project)
         return 1.0 if found is None else found.weight

@@ -1,4 +1,4 @@
-"""Attempts at rollouts: supersede and list them, and cancel the sessions of superseded attempts.
+"""Supersede and list the attempts at rollouts, and cancel the sessions of superseded attempts.
 
 The store decides in one transaction whether an attempt counts. The session of a superseded attempt is cancelled only to save tokens, so
 the worker that owns the session may cancel it later.
@@ -48,7 +48,7 @@ class Attempts:
             config = session.config
             raise Conflict(
                 f"attempt {config.attempt} of rollout {config.rollout!r} is superseded in the shared store, so it must not "
-                "run; GET /admin/attempts at the gateway on the shared store lists the rollout's attempts",
+                "run; to list the rollout's attempts, send GET /admin/attempts to the gateway on the shared store",
                 param="attempt",
             )
 

@@ -2,8 +2,8 @@
 
 A cell's *part* of a project's share is proportional to the number of the project's calls in that cell, running and waiting. When a call
 ends, only the cell that ran it can use the place that becomes free at the engines. So when a cell chooses its next call, it compares each
-project's running calls in this cell with this cell's part, not with the calls in other cells. A cell gives up places only while another
-cell runs fewer calls than that other cell's part. All functions here are pure.
+project's calls that run in that cell with the cell's own part, and ignores the calls that run in other cells. A cell gives up places only
+while another cell runs fewer calls than its own part. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OtherCells:
     def limit(self, own: ProjectCalls, weight: Weight) -> dict[str, int]:
         """Return how many calls of each project this cell may run, for the projects that have calls here.
 
-        There are no limits unless another cell has a waiting call that it could run without exceeding its part.
+        Return an empty dictionary (no limits) unless another cell has a waiting call that it could run without exceeding its part.
         """
         rates = self._rate(own, weight)
         if not any(self._lacks_calls(cell, rates) for cell in self._cells):
@@ -63,7 +63,7 @@ class OtherCells:
         )
 
     def _rate(self, own: ProjectCalls, weight: Weight) -> dict[str, float]:
-        """Return the fraction of each project's calls that may run. The calls of all cells count."""
+        """Return, for each project, the fraction of its calls that may run, counted over all cells."""
         demands = self._demands.copy()
         _add_demands(own, demands)
         total = max(1, self._running + sum(own.running.values()))

@@ -2,8 +2,8 @@
 
 A rollout that is too old, has no trainable turns, or is excluded by the feed's policy is delivered without rows, but with the reason.
 
-A delivery is built each time it is read. Its number always means the same group, but a rollout that was trainable at an earlier read may be
-too old or deleted at a later one.
+A delivery is built each time it is read. Its number always refers to the same group, but a rollout that is trainable at one read may be too
+old or deleted at a later one.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def build_delivery(row: FeedRow, number: int, version: int, store: Store, *, for
 
 
 def _move_rows_to_trees(delivery: WireDelivery, samples: Sequence[Sequence[Sample]]) -> WireDelivery:
-    """Return the delivery with its rows merged into trees. `samples` has each rollout's samples, from which its rows were built."""
+    """Return the delivery with its rows merged into trees. `samples` has the samples from which each rollout's rows were built."""
     members = [
         _TreeMember(index, sample, row)
         for index, (rollout, own) in enumerate(zip(delivery.rollouts, samples, strict=True))

@@ -150,7 +150,7 @@ class TurnDraft:
         self._live = 0
 
     def build_logprobs(self) -> Logprobs | None:
-        """Return the log-probabilities to store, with NaN for each one that is missing or invalid, or None if a chunk had none at all."""
+        """Return the log-probabilities to store, with NaN for missing and invalid ones. Return None if a chunk had no log-probabilities."""
         if self.logprobs is None:
             return None
         given = cast("Sequence[float]", self.logprobs)

@@ -1,8 +1,8 @@
 """Change the engine pool while the gateway is running: add, drain and remove engines.
 
     add     load the current weights into the engine, add it to the list, and let every process use it
-    drain   send it no new calls: calls in flight end there, and sessions move to another engine with their next call
-    remove  drain it, wait until its calls have ended, and remove it from the list
+    drain   send the engine no new calls: calls in flight end there, and sessions move to another engine with their next call
+    remove  drain the engine, wait until its calls have ended, and remove it from the list
 
 The list in the store is authoritative (`engine_list.py`), and `LocalEngines` makes the pool of this process match it. A change is applied
 through an `EngineGroup`: the pool of this process, or the pools of all workers or cells. Changes and weight updates never run at the
@@ -31,7 +31,7 @@ REMOVE_S = 600.0  # how long a removal waits for calls in flight, by default
 
 
 class EngineGroup(Protocol):
-    """The engine pools of one or several processes. All of them follow the stored list of engines."""
+    """The engine pools of one or several processes. All pools follow the stored list of engines."""
 
     async def sync(self) -> None:
         """Make every pool match the stored list."""
@@ -41,7 +41,7 @@ class EngineGroup(Protocol):
 
 
 class LocalEngines:
-    """The engine pool of this process. With `serves=False`, it gets no calls, but shows the engines' load and loads weights into them."""
+    """The engine pool of this process. With `serves=False`, the pool gets no calls: it only shows the engines' load and loads weights."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 Events are kept in the store, so after a restart, a follower can continue where it stopped. Only the followers themselves are in memory.
 An event that belongs to a record (a turn, the end of a session) is written in the same transaction as the record. The code that writes
-it then calls `wake`.
+both then calls `wake`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Events:
         return [] if self._closed else self.page(session, after)  # the store may be closed too
 
     async def prune(self, before: float) -> int:
-        """Remove the events before the time `before`, in short transactions, between which turns can run. Return how many were removed."""
+        """Remove the events written before the time `before`, and return how many were removed. Turns can run while this is in progress."""
         removed = 0
         steps = self._log.prune(before)
         while (count := await self._slicer.call(lambda: next(steps, None))) is not None:
@@ -151,8 +151,8 @@ class Events:
     async def _wait(self, more: asyncio.Event, state: int, seconds: float = ALIVE_S, *, polls: bool) -> bool:
         """Wait for a change in the log. Return True if there may be one, or False after `seconds` without one.
 
-        A follower of all sessions polls, since other processes cannot wake it. A follower of one session need not, because the session's
-        worker writes all its events. In a local store, checking whether the file has changed takes microseconds.
+        With `polls`, also check the log regularly, since other processes cannot wake this follower. A follower of one session need not
+        poll, because the session's worker writes all its events. In a local store, a check takes only microseconds.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:

@@ -53,7 +53,7 @@ class Evictor:
         return min(longest, max(_SHORTEST_S, self._rest_s / 4))
 
     def count_loaded(self, size: int) -> None:
-        """Count a trace of `size` bytes that was loaded again. If too much was loaded since the last sweep, the next one starts at once."""
+        """Count a trace of `size` bytes that was loaded again. If too much has been loaded since the last sweep, start another now."""
         self._loaded_bytes += size
         if self._loaded_bytes > self._max_bytes * _EXCESS_SHARE:
             self._is_due.set()

@@ -2,11 +2,11 @@
 
 The next call comes from the project with the fewest running calls relative to its weight, and within this project from the group with the
 fewest running calls. Projects or groups that tie take turns. Calls of one group keep their order. So each project with enough calls gets
-its share of the engines, however many calls of other projects are waiting. The share that a project does not use goes to the others. Each
-project with calls has at least one running, even if its share is less than one call.
+its share of the engines, however many calls of other projects are waiting. If a project does not use its whole share, the rest goes to the
+other projects. Each project with calls has at least one running, even if its share is less than one call.
 
-Calls wait here only while all engines report long queues. While calls are waiting, each call that ends lets another one in, so the engines
-stay as full as they are. A gateway with only one project lets every call through.
+Calls wait here only while all engines report long queues, or to leave room for other cells (see below). While calls are waiting, each call
+that ends lets another one in, so the engines stay as full as they are. A gateway with only one project lets every call through.
 
 If several cells use the same engines, each cell has a part of every project's share (`cell_parts.py`). The next call in a cell comes from
 the project with the fewest running calls relative to the cell's part. While another cell runs fewer calls than its own part, a project that
@@ -32,7 +32,7 @@ _GROWTH = 20  # in each poll, a cell beyond its part adds one call for every 20 
 
 
 class FairQueue(Generic[T]):
-    """The waiting calls by project and group, and the number of running calls of each. Does no I/O."""
+    """The waiting calls, and the number of running calls, by project and group. Does no I/O."""
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
@@ -48,7 +48,7 @@ class FairQueue(Generic[T]):
         self._keeps_until = -inf  # until then, there are no limits
 
     def count(self) -> ProjectCalls:
-        """Count the calls of each project."""
+        """Return the numbers of running and waiting calls of each project."""
         waiting = {name: sum(map(len, groups.values())) for name, groups in self._waiting.items()}
         return ProjectCalls({name: calls for name, calls in self._projects.items() if calls}, waiting)
 
@@ -200,7 +200,7 @@ class FairShares:
         self.queue.count_others(others, now, fresh_s, is_saturated=self.is_saturated())
 
     async def enter(self, project: str, group: str) -> None:
-        """Wait until it is this call's turn. The call then counts as running until `leave`."""
+        """Wait until this call may run. The call then counts as running until `leave`."""
         queue = self.queue
         if not self.must_wait(project):
             queue.begin(project, group)

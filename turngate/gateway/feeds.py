@@ -109,7 +109,7 @@ class Feeds:
         return [_view(row, history) for row in self._log.listing()]
 
     def count_incomplete(self) -> dict[str, tuple[int, int]]:
-        """Return the number of incomplete groups, and of the rollouts in them, for each feed that has any."""
+        """Return, for each feed with incomplete groups, the number of these groups and the number of rollouts in them."""
         names = {row.key: row.name for row in self._log.listing()}
         return {names[feed]: counts for feed, counts in self._log.waiting_counts().items() if feed in names}
 
@@ -197,7 +197,7 @@ class Feeds:
         limit: int = 1,
         form: FeedForm = "rows",
     ) -> bytes:
-        """Return the deliveries after number `after` as msgpack, waiting up to `wait` seconds for one.
+        """Return up to `limit` deliveries after number `after`, as msgpack. If there are none yet, wait up to `wait` seconds for one.
 
         If `after` is None, start after the committed number.
         """

@@ -1,8 +1,8 @@
 """The policy version, and the fence at which calls wait during an update: pause → load weights → resume at version n.
 
 Every turn passes the fence before it generates, and reads the version again with each chunk that it receives. A new version arrives in one
-of two ways. Either the weights are *replaced*, and calls in flight continue with the new weights. Or the engine serves the new weights
-under a new *model name* (an adapter), and calls in flight stay with the model they began with.
+of two ways. If the weights are *replaced*, calls in flight continue with the new weights. If the engine serves the new weights under a new
+*model name* (an adapter), calls in flight stay with the model they began with.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Fence:
         return FenceView(version=self.version, paused=self.paused, in_flight=self._in_flight, model=self.model)
 
     def version_now(self, begun_at: int) -> int:
-        """Return the version at which a call that began at version `begun_at` is sampled now."""
+        """Return the version whose weights now generate the reply to a call that began at version `begun_at`."""
         return max(begun_at, self._replaced)
 
     async def enter(self) -> None:
@@ -91,9 +91,9 @@ class Fence:
                 param="version",
             )
         if version == self.version and model is not None and model != self.model:
-            present = self.model or "the engine's own model"
+            present, wanted = self.model or "the engine's own model", model or "the engine's own model"
             raise Conflict(
-                f"version {version} is already served as {present}; use a higher version for {model!r}", param="version"
+                f"version {version} is already served as {present}; use a higher version for {wanted}", param="version"
             )
         if version > self.version and model is None and self.model:
             raise Conflict(

@@ -1,4 +1,4 @@
-"""The stored policy version and state of the fence, at which calls wait during an update. They survive a restart during an update."""
+"""Store the policy version and the state of the fence, at which calls wait during an update, so that both survive a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FROZEN = "engines_frozen"
 
 
 class FenceState:
-    """The state of the fence, kept in the store's settings."""
+    """The policy version and the state of the fence, kept in the store's settings."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -30,7 +30,7 @@ class FenceState:
     def write_open(self, version: int, event: NewEvent | None = None) -> None:
         """Record the version, and that no hold and no load is in progress, in one transaction.
 
-        Recording only part of this could label turns with the wrong version.
+        If only part of this were recorded, turns could be labeled with the wrong version.
         """
         self._store.set_settings({_VERSION: str(version), _HELD: "", _LOADING: ""}, event)
 
@@ -40,11 +40,14 @@ class FenceState:
         return float(stored) if stored else None
 
     def write_hold(self, until: float | None) -> None:
-        """Record a hold before it begins, so that a gateway that restarts during the hold also holds calls. None means no time limit."""
+        """Record a hold before it begins, so that a gateway that restarts during the hold continues to hold calls.
+
+        If `until` is None, the hold has no time limit.
+        """
         self._store.set_setting(_HELD, _FOREVER if until is None else repr(until))
 
     def read_weights(self, version: int) -> PolicyWeights | None:
-        """Return the weights that the engines have at a version, or None if they are unknown."""
+        """Return the weights that were recorded for a version, or None."""
         return self._read_load(f"weights:{version}")
 
     def write_weights(self, load: PolicyWeights) -> None:

@@ -16,8 +16,8 @@ _PRUNE_S = 3600.0
 def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
     """Return the followers that may still serve without having carried out the change `epoch`.
 
-    A follower may serve for `ttl` seconds after each report. `since` is a time after the change was written. The reply to a report after
-    `since` contains the change, so such a report does not let the follower serve any longer without carrying it out.
+    A follower may serve for `ttl` seconds after each report. `since` is a time after the change was written. A follower that reports
+    after `since` receives the change in the reply, so the report does not extend the time for which it may serve without the change.
     """
     return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
 

@@ -116,13 +116,13 @@ class HostTools:
         return found
 
     def list_records(self, session_id: str) -> list[ToolCallRecord]:
-        """Return the number, tool and time of each call of a session, oldest first."""
+        """Return the number, tool and time of each host-tool call of a session, oldest first."""
         row = self._store.find(session_id)
         calls = [] if row is None else self._calls.page(row.key, 0, MAX_CALLS)
         return [ToolCallRecord(call.call, call.tool, call.called) for call in calls]
 
     def list_calls(self, session: Session, after: int = 0, limit: int = 100) -> list[ToolCallView]:
-        """Return up to `limit` calls of a session after number `after`, oldest first."""
+        """Return up to `limit` host-tool calls of a session that follow call number `after`, oldest first."""
         return [describe_call(session, call) for call in self._calls.page(session.key, after, limit)]
 
 
@@ -140,7 +140,7 @@ def describe_call(session: Session, call: HostToolCall) -> ToolCallView:
 
 
 async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
-    """Check the arguments of a call in a thread, since a complex schema makes this slow. Return the arguments as normalized JSON."""
+    """Check the arguments of a call in a thread, since a complex schema makes the check slow. Return the arguments as normalized JSON."""
     try:
         arguments = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -159,9 +159,9 @@ class TraceLoader:
         self._loads: SharedLoads[Session, None] = SharedLoads()
 
     async def load(self, session: Session, *, even_if_ended: bool = False) -> None:
-        """Return when the trace is in memory, or when the session has ended. Calls that wait for the same trace share one load.
+        """Load the trace of an evicted session, unless the session has ended. Calls that wait for the same trace share one load.
 
-        With `even_if_ended`, also load the trace of a session that has ended. Raise `StoreError` if the trace cannot be read. The next call
+        With `even_if_ended`, also load the trace of a session that has ended. Raise `StoreError` if the trace cannot be read; the next call
         tries again.
         """
         session.waiting_for_trace += 1  # otherwise, it might be evicted again before this call continues

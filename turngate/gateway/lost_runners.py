@@ -51,7 +51,7 @@ class LostRunners:
 
 
 def find_runner(events: Iterable[GatewayEvent]) -> Owner | None:
-    """Return the process of the runner, which the first events of a session announce, or None."""
+    """Return the runner's process as announced in the first events of a session, or None if it was not announced."""
     for event in events:
         if event.kind == "stage" and isinstance(runner := event.data.get("runner"), str):
             return parse_owner(runner)

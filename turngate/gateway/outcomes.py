@@ -86,7 +86,7 @@ def complete_turn_rewards(
 ) -> RecordedOutcome:
     """Add the rewards of host tools to an outcome, and find the turn of each reward. Return the new outcome.
 
-    `replies` has the JSON of each turn's message, by node id. Raise `BadRequest` if a reward does not belong to a turn of the session.
+    `replies` contains the JSON of each turn's message, by node id. Raise `BadRequest` if a reward does not belong to a turn of the session.
     """
     turns = list_turn_records(session.trace, replies)
     of_tools = {} if outcome.reward is None else reward_tool_calls(session.config.tools, turns, calls)

@@ -95,8 +95,8 @@ class Projects:
         unfinished = self._count_unfinished(name)
         if unfinished and not force:
             raise Conflict(
-                f"project {name!r} has sessions that are open, or that a cell has not shipped yet ({unfinished}); seal or cancel the open "
-                "ones and wait until every cell has shipped its sessions, or set 'force' to delete the project anyway",
+                f"project {name!r} has sessions that are open, or that a cell has not shipped yet ({unfinished} in all); seal or cancel "
+                "the open ones and wait until every cell has shipped its sessions, or set 'force' to delete the project anyway",
                 param="force",
             )
         details = {"unfinished_sessions": unfinished, "force": force}
@@ -106,7 +106,7 @@ class Projects:
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def list_keys(self, caller: Caller, project: str = "") -> list[KeyView]:
-        """Return the keys of `project`. Without `project`, return the keys of the caller's project, or all keys for the operator."""
+        """Return the keys of `project`. Without it, return the keys of the caller's project, or all keys if the caller is the operator."""
         self._require_writable()
         wanted = project or caller.project
         if wanted:
@@ -134,7 +134,7 @@ class Projects:
         return _view_new_key(key, secret)
 
     def rotate_key(self, caller: Caller, prefix: str, grace_s: float) -> NewKey:
-        """Create a key with the same scopes, to replace the one with this prefix. The old key stays valid for up to `grace_s` seconds."""
+        """Replace the key that has this prefix with a new key with the same scopes. The old key stays valid for up to `grace_s` seconds."""
         old = self._find_key(caller, prefix)
         if not old.is_valid(now := time.time()):
             raise Conflict(f"key {prefix} is no longer valid; create a new key")
@@ -165,7 +165,7 @@ class Projects:
     # ── audit ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note(self, caller: Caller, project: str, action: str, subject: str, details: dict[str, Json]) -> None:
-        """Add an audit entry for an action that is not recorded in the tables of projects and keys."""
+        """Add an audit entry for an action that does not change a project or a key."""
         self._audit.add(NewAuditEntry(caller.actor, project, action, subject, details))
 
     def list_entries(self, caller: Caller, project: str = "", after: int = 0, limit: int = 100) -> list[AuditEntry]:

@@ -62,7 +62,7 @@ class ProjectQuota:
             raise QuotaExceeded(
                 f"project {self.project!r} has used its quota of {self.limits.tokens_per_day:,} sampled tokens for today "
                 "(tokens_per_day); wait until midnight UTC, or ask the operator to raise the quota: "
-                f"turngate projects change {self.project} --tokens-per-day N"
+                f"`turngate projects change {self.project} --tokens-per-day N`"
             )
 
     async def require_session(self) -> None:
@@ -75,21 +75,21 @@ class ProjectQuota:
         if self._is_full:
             raise QuotaExceeded(
                 f"project {self.project!r} stores {self.stored_bytes:,} bytes and has used up its quota of "
-                f"{self.limits.stored_bytes:,} (stored_bytes); delete or prune old sessions (turngate prune), or ask the "
-                f"operator to raise the quota: turngate projects change {self.project} --stored-bytes N"
+                f"{self.limits.stored_bytes:,} (stored_bytes); delete or prune old sessions (`turngate prune`), or ask the "
+                f"operator to raise the quota: `turngate projects change {self.project} --stored-bytes N`"
             )
         self._require_answer()
         raise QuotaExceeded(
             f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
             "(live_sessions); seal or cancel some of them, or ask the operator to raise the quota: "
-            f"turngate projects change {self.project} --live-sessions N"
+            f"`turngate projects change {self.project} --live-sessions N`"
         )
 
     def _require_answer(self) -> None:
         """Raise `QuotaExceeded` with the store's error if the store did not answer: the project may still have quota left."""
         if self.store_error:
             raise QuotaExceeded(
-                f"this gateway has used up its part of a quota of project {self.project!r} and cannot take more: {self.store_error}; "
+                f"this gateway has used up its share of the quota for project {self.project!r} and cannot get more ({self.store_error}); "
                 "retry in a moment"
             )
 
@@ -132,7 +132,7 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 
 class _Parts:
-    """The parts of one project's quotas that this process has taken, and when they are next renewed or measured."""
+    """The parts of one project's quotas that this process has taken, when to renew them, and when to measure what the project stores."""
 
     def __init__(self) -> None:
         self.day = 0
@@ -143,7 +143,10 @@ class _Parts:
 
 
 class QuotaKeeper:
-    """Takes parts of the quotas of all projects, in a thread, until `stop`. `connect` opens the table of quotas for this thread."""
+    """Takes this process's parts of all projects' quotas from the store, in a background thread, until `stop` is called.
+
+    That thread calls `connect` to open its quota table.
+    """
 
     def __init__(
         self,

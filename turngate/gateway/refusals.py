@@ -6,7 +6,7 @@ that is too large, or anything that the engine rejects as invalid. These errors 
     401, 403    the key is wrong, so the call does not belong to the session
     409         the session has ended or has reached a limit
     426         the route has no WebSocket; agents fall back to HTTP
-    429         too many calls at the same time; the same call may succeed later
+    429         too many calls at the same time, or a quota is used up; the same call may succeed later
     context     the prompt is too long; agents compact their history and try again
     previous    the response that a call continues is unknown; agents send the whole conversation instead
     thread      the Anthropic SDK asked the server to keep the conversation; it sends the whole conversation instead

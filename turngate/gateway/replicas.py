@@ -42,7 +42,7 @@ class ReplicaSet:
         self.is_frozen = False  # whether the engines are paused with calls in flight
 
     def require(self, action: str) -> list[UpdatableReplica]:
-        """Return the replicas. Raise `Conflict` if there are none. Its message says that the engine cannot `action`."""
+        """Return the replicas. Raise `Conflict` ("this gateway's engine cannot …", completed by `action`) if there are none."""
         found = list_updatable_replicas(self._engine)
         if not found:
             raise Conflict(f"this gateway's engine cannot {action}; only vllm and sglang can")
@@ -72,12 +72,12 @@ class ReplicaSet:
         return load if load is not None and (load.path or load.lora_path) else None
 
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
-        """Load the current weights into an engine that is about to join the pool, unless it has them.
+        """Load the current weights into an engine that is about to join the pool, unless it already has them.
 
         Raise an error if the engine is not ready afterwards.
 
         `claimed` is the version that the engine already has, according to the caller. If another program loaded the current weights into
-        the other engines, the gateway cannot load them into this one, so `claimed` must be the current version.
+        the other engines, the gateway cannot load them into the new engine, so `claimed` must be the current version.
         """
         load = self._read_loadable(version)
         if load is None and version > 0 and claimed != version:
@@ -150,9 +150,10 @@ class ReplicaSet:
     async def roll_back(
         self, each: list[UpdatableReplica], results: list[ReplicaResult], load: PolicyWeights, before: PolicyWeights
     ) -> list[ReplicaResult]:
-        """Undo a failed load, and return what each replica has now. An adapter is unloaded; a model is replaced with the previous one.
+        """Undo a failed load, and return which version each replica has now.
 
-        If the current version was being loaded again, nothing is undone.
+        An adapter is unloaded, and a model is replaced with the previous one. Nothing is undone if the current version was being loaded
+        again.
         """
         if load.version == before.version:
             return results

@@ -1,8 +1,8 @@
 """Stored replies, which later requests of a session can refer to by id, even after a restart.
 
 A reply is stored with the turn that it delivers, before its last byte is sent. The latest replies of a session are also kept in memory, so
-that the cost of continuing one depends only on the new items. Older replies are rebuilt from the store: first the items of the recorded
-path, then those of the reply itself.
+that the cost of a request that continues one of them depends only on the new items. Older replies are rebuilt from the store: first the
+items of the recorded path, then those of the reply itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ReplyArchive:
         self._recent: WeakKeyDictionary[Trace, _RecentReplies] = WeakKeyDictionary()
 
     async def add(self, session: Session, node: int | None, record: ReplyRecord, history: History) -> None:
-        """Store a reply durably, and keep it in memory. A reply that was not sampled has no node and is only kept in memory."""
+        """Store a reply durably, and keep it in memory. A reply that was not sampled has no node and is kept only in memory."""
         recent = self._recent.get(session.trace)
         if recent is None:
             recent = self._recent[session.trace] = _RecentReplies()
@@ -122,7 +122,7 @@ class ReplyArchive:
 
 
 class SessionReplies:
-    """The replies that one request of a session may refer to. At most `max_bytes` of items are read to resolve its references."""
+    """The replies that one request of a session may refer to. At most `max_bytes` of items are read to resolve the request's references."""
 
     __slots__ = ("_archive", "_max_bytes", "_parts", "_read_bytes", "_session")
 
@@ -146,7 +146,7 @@ class SessionReplies:
         return call.store
 
     async def add(self, call: Call, done: Done, record: ReplyRecord) -> None:
-        """Store a complete reply, before its end is delivered."""
+        """Store a complete reply before its end is delivered, if the call asks for that."""
         if call.store:
             await self._archive.add(self._session, done.node, record, call.history)
 

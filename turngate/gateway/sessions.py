@@ -1,4 +1,4 @@
-"""The lifecycle of sessions: open, find, seal, cancel and delete them, and find those that have had no call for a while.
+"""Open, find, seal, cancel and delete sessions.
 
 `Sessions` keeps this worker's open sessions in memory. `eviction.py` drops the traces of idle sessions, `housekeeping.py` seals idle
 sessions, and `stale_sessions.py` cancels sessions that no feed can use any more.
@@ -120,7 +120,7 @@ class Sessions:
     def _require_modes(self) -> None:
         if not self.modes:
             raise Conflict(
-                "this gateway serves a shared store and opens no sessions; open them at the gateway of a cell (turngate cell)"
+                "this gateway serves a shared store and opens no sessions; open them at the gateway of a cell (`turngate cell`)"
             )
 
     def _check_config(self, config: SessionConfig) -> None:
@@ -156,7 +156,7 @@ class Sessions:
     # ── find ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def find(self, session_id: str) -> Session:
-        """Return a session. If it is not in memory, it is loaded in slices, once for all requests that need it."""
+        """Return a session. If it is not in memory, load it in slices. Requests that need it in the meantime share the load."""
         live = self._live.get(session_id)
         return live if live is not None else await self._loads.join(session_id, partial(self._load, session_id))
 
@@ -231,7 +231,7 @@ class Sessions:
         return [session_id for session_id in self._secret_of if self.is_idle(session_id, now, idle_s)]
 
     def is_idle(self, session_id: str, now: float, idle_s: float) -> bool:
-        """Return whether an open session has had no call for `idle_s` seconds. It is not idle while a call waits for it to load."""
+        """Return whether an open session has had no call for `idle_s` seconds. A session is not idle while a call is loading it."""
         live = self._live.get(session_id)
         if live is not None:
             return not live.busy and now - live.last_used > idle_s
@@ -305,7 +305,7 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight, because the cell must not serve now. Agents repeat them, and they wait until the cell serves again."""
+        """Abort all calls in flight when the cell may no longer serve. Agents repeat the calls, which wait until the cell serves again."""
         await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
 
     def owns(self, session_id: str) -> bool:

@@ -2,8 +2,8 @@
 
 Each process of a cell sends its counts with its reports to the shared fence (`shared_fence.py`), and then reads the counts of the other
 processes. No call waits for this. Counts expire after two fifths of the lease, which is twice the time between regular reports. A cell that
-cannot serve calls, because its lease has lapsed or it cannot reach the engines, sends none. A process that cannot reach the shared store
-uses only its own counts.
+cannot serve calls, because its lease has lapsed or it cannot reach the engines, sends no counts. A process that cannot reach the shared
+store uses only its own counts.
 """
 
 from __future__ import annotations

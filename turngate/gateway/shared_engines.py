@@ -143,7 +143,7 @@ class FollowedEngines:
 
 
 class FollowedEngineChanges(EngineChanges):
-    """Refuses changes to the list of engines in a cell, which follows the shared list and cannot change it."""
+    """Refuses changes to the list of engines, because a cell follows the shared list and cannot change it."""
 
     async def add(self, url: str, version: int | None = None) -> EnginesView:
         raise _refusal()

@@ -86,7 +86,7 @@ class SharedBarrier:
 
 
 class FollowedUpdates(WeightUpdates):
-    """Refuses weight updates in a cell, which follows the fence of the shared store and cannot change it."""
+    """Refuses weight updates, because a cell follows the fence of the shared store and cannot change it."""
 
     async def pause(self, mode: PauseMode, limit_s: float | None) -> FenceView:
         raise _refusal()
@@ -246,7 +246,7 @@ class FenceFollower:
         return True
 
     async def _watch(self) -> None:
-        """Hold calls, and abort those in flight, when no report has succeeded for too long."""
+        """Hold new calls and abort those in flight whenever no report has succeeded for too long."""
         has_failed = False
         while True:
             left = self._fence.valid_until - fence_clock()

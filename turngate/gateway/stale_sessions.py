@@ -113,8 +113,8 @@ def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: in
 def is_stale(session: Session, oldest: int) -> bool:
     """Return whether a turn that would be trained was sampled before version `oldest`.
 
-    A conversation with only one turn and no tools is ignored. It may ask for a title before the actual work begins, and titles are not
-    trained.
+    A conversation with only one turn and no tools is ignored: it may be a request for a title before the actual work begins, and titles are
+    not trained.
     """
     turns = list(session.trace.turns())
     if not any(turn.info.version_start < oldest for turn in turns):

@@ -1,6 +1,6 @@
 """Log-probabilities for agents that request them.
 
-They include token texts but no token ids, and are shown only if the session allows it.
+Agents receive them only if the session allows it, and with token texts instead of token ids.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from turngate.types import Call, TokenScore
 
 
 def require_shown_logprobs(session: Session, call: Call) -> None:
-    """Raise `BadRequest` if the agent requests log-probabilities that it may not see or that the session's mode does not support."""
+    """Raise `BadRequest` if the agent requests log-probabilities, but the session does not show them or its mode does not support them."""
     if call.top_logprobs is None:
         return
     if not session.config.show_logprobs:
         raise BadRequest(
             "logprobs is not allowed: the gateway records log-probabilities but does not show them to this session's agent; "
-            "leave it out, or open the session with show_logprobs",
+            "leave logprobs out, or open the session with show_logprobs",
             param="logprobs",
         )
     if session.config.mode == "observe":

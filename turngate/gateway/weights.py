@@ -197,7 +197,7 @@ class WeightUpdates:
         return self._fence.paused, self._replicas.is_frozen
 
     async def _restore(self, was_paused: bool, was_frozen: bool) -> None:
-        """Return to the state from before a failed operation. If calls cannot be resumed now, keep trying in the background.
+        """Return to the state before a failed operation. If calls cannot be resumed now, keep trying in the background.
 
         Errors are only logged, since the caller raises the original error.
         """
@@ -311,7 +311,7 @@ class WeightUpdates:
         return LoadReply(**msgspec.structs.asdict(fence), replicas=results)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the replicas to load weights into. The order matters: if the first one rejects them, the others are not tried."""
+        """Return the replicas to load weights into. If the first replica rejects the weights, the others are not tried."""
         return self._replicas.require("load weights")
 
     def _accepts(self, results: list[ReplicaResult]) -> bool:
@@ -321,7 +321,7 @@ class WeightUpdates:
     async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
         """Take replicas that could not load the weights out of service.
 
-        There is nothing to do here: if a replica cannot load the weights, the old version stays current.
+        The base class does nothing: if a replica cannot load the weights, the old version stays current.
         """
 
     async def describe_fence(self) -> FenceView:

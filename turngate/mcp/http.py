@@ -1,7 +1,10 @@
 """MCP over streamable HTTP, for many clients (`turngate mcp --http`).
 
-A request reaches the SDK only if its Host header is an IP address or names this server (which prevents DNS rebinding), its Origin header is
-absent or allowed, and it carries the key.
+A request reaches the SDK only if all of these hold:
+
+- The Host header is an IP address or names this server. This prevents DNS rebinding.
+- The Origin header is absent or allowed.
+- The request carries the key.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ class McpAccess:
                 "the site in the Origin header may not call this server; to allow it, start the server with --allow-host NAME",
             )
         if path != PATH:
-            return _error_response(404, f"path not found; the only path is {PATH}")
+            return _error_response(404, f"path not found; this server serves MCP at {PATH}")
         if not self._has_key(headers.get("authorization", "")):
             return _error_response(
                 401,

@@ -120,6 +120,6 @@ async def _wait_for_result(
 
 
 def _to_call_result(result: msgspec.Struct) -> CallToolResult:
-    """Build an answer that contains the result twice, as MCP requires: as structured content and as text."""
+    """Build an answer that contains the result twice, in structured form and as text, for clients that can read only one of them."""
     text = msgspec.json.encode(result)
     return CallToolResult(content=[TextContent(text=text.decode())], structured_content=msgspec.json.decode(text))

@@ -52,7 +52,7 @@ async def _run(server: Server[Any], reading: Any, writing: Any) -> None:
 class _StdinLines(anyio.AsyncFile[str]):
     """The lines of stdin, read in a daemon thread because the SDK's own reader cannot be cancelled while it waits for input.
 
-    Child processes get an empty stdin. `drained` is set after the last line. When its input ends, the SDK drops unanswered calls, so
+    Child processes get an empty stdin. `drained` is set after the last line. The SDK drops unanswered calls when its input ends, so
     the end of the input is withheld until `closing` is set.
     """
 

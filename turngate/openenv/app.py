@@ -96,7 +96,7 @@ async def _render_validation_error(request: Request, error: Exception) -> JSONRe
 
 
 async def _render_http_error(request: Request, error: Exception) -> Response:
-    """Render an HTTP error. If OpenEnv rejected an action, omit the copy of the action that its error contains."""
+    """Render an HTTP error. If OpenEnv rejected an action, omit the copy of that action from the error."""
     assert isinstance(error, HTTPException)
     if isinstance(error.detail, list):
         return JSONResponse({"detail": _strip_input(error.detail)}, error.status_code)
@@ -182,7 +182,7 @@ class OpenEnvAccess:
     """Middleware that checks access and limits the size of request bodies.
 
     If a key is set, callers must send it, except to `/health`. If no key is set, programs and our own pages have access. Pages of other
-    sites do not, so that a page in a browser on this machine cannot call a local server.
+    sites do not: otherwise, any page that is open in a browser on this machine could call a local server.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
@@ -238,7 +238,7 @@ def _netloc(url: str) -> str | None:
 
 
 def _hostname(netloc: str) -> str:
-    """Return the host without its port, or an empty string if there is none."""
+    """Return the host of `netloc` without its port, or an empty string if it has no host."""
     try:
         return urlsplit(f"//{netloc}").hostname or ""
     except ValueError:

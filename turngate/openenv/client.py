@@ -230,7 +230,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         return list(observation.tools)
 
     async def call_tool(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Call a tool and return its result as JSON."""
+        """Call a tool and return its result as a decoded JSON object."""
         observation = (await self._step_async(CallToolAction(tool_name=name, arguments=arguments))).observation
         assert isinstance(observation, TurngateObservation)
         if observation.error is None:

@@ -61,7 +61,8 @@ class TurngateEnvironment(MCPEnvironment):
         """Start a new episode. Running rollouts continue. OpenEnv's `seed` is ignored, because the engine does the sampling."""
         if unknown:
             raise BadRequest(
-                f"{next(iter(unknown))} is not an argument of reset, which accepts episode_id and seed; pass it to run_rollout",
+                f"{next(iter(unknown))} is not an argument of reset, which accepts only episode_id and seed; pass a rollout's "
+                "arguments to run_rollout",
                 param=next(iter(unknown)),
             )
 
@@ -76,7 +77,10 @@ class TurngateEnvironment(MCPEnvironment):
         return run_async_safely(self.step_async(action, timeout_s, **kwargs))
 
     async def step_async(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
-        """Call a tool. If a rollout has not ended after `timeout_s` seconds, return its id with `done` false. The rollout continues."""
+        """Call a tool. If it waits for a rollout that has not ended after `timeout_s` seconds, return the rollout's id with `done` false.
+
+        The rollout continues.
+        """
         state = self._state
         state.step_count += 1
         if not isinstance(action, CallToolAction):

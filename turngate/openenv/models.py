@@ -32,7 +32,7 @@ class TurngateAction(CallToolAction):
 
 
 class TurngateObservation(CallToolObservation):
-    """A tool's `result` or `error`. If an argument caused the error, `metadata` names it.
+    """A tool's `result` or `error`. If an argument caused the error, `metadata` names the argument.
 
     If the call returned the result of a rollout that has ended, `done` is true and `reward` is the rollout's reward (None if unknown).
     """

@@ -33,9 +33,9 @@ def load_renderer(
 ) -> tuple[Renderer, Certificate]:
     """Load the renderer of a tokenizer folder, and its certificate.
 
-    If `family` is `auto`, use the hand-written renderer that the `renderers` package has for this exact model name, or else derive one from
-    the chat template. If `family` is `template`, always derive the renderer from the chat template. Any other value is the name of a family
-    in the package. If `recertify` is set, ignore the cached certificate and probe the renderer again.
+    If `family` is `auto`, use the hand-written renderer that the `renderers` package has for the exact name `model`, or else derive a
+    renderer from the chat template. If `family` is `template`, always derive the renderer from the chat template. Any other value is the
+    name of a family in the package. If `recertify` is set, ignore the cached certificate and probe the renderer again.
     """
     name = record_name(folder, model, family)
     record = None if recertify else load_record(name)
@@ -67,7 +67,7 @@ def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | No
         if family == "auto":
             return None
         raise ConfigError(
-            "family: the `renderers` package is not installed; run pip install 'turngate[families]'", param="family"
+            "family: the `renderers` package is not installed; run `pip install 'turngate[families]'`", param="family"
         )
     from turngate.render.families import FamilyRenderer, family_of
 
@@ -76,7 +76,7 @@ def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | No
 
 
 def find_tokenizer(name: str) -> Path:
-    """Find a tokenizer folder by path, or by model name in the local Hugging Face cache (the newest snapshot). Never download one."""
+    """Find a tokenizer folder by path, or by model name in the local Hugging Face cache (the newest snapshot). Nothing is downloaded."""
     folder = Path(name).expanduser()
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return folder  # if there is a problem with the folder, reading it raises an error
@@ -89,7 +89,7 @@ def find_tokenizer(name: str) -> Path:
     if not snapshots:
         raise ConfigError(
             f"tokenizer: {name!r} is neither a folder nor a model in the local Hugging Face cache ({hub}); "
-            f"pass a folder, or download the model with: hf download {shlex.quote(name)}",
+            f"pass a folder, or download the model with `hf download {shlex.quote(name)}`",
             param="tokenizer",
         )
     return snapshots[-1].parent

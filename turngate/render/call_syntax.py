@@ -152,7 +152,7 @@ def _parse_deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, st
 
 
 def parse_list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    """Parse a text that is one call in JSON, a JSON list of calls, several calls joined by `;`, or Mistral's `name[ARGS]{…}`."""
+    """Parse text that is one call in JSON, a JSON list of calls, several calls joined by `;`, or Mistral's `name[ARGS]{…}`."""
     text = text.strip()
     try:
         if text.startswith("["):

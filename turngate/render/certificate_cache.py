@@ -1,8 +1,8 @@
 """A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`.
 
-Reading a tokenizer and probing its template would take up most of the start-up time. A record's name is derived from the tokenizer's files,
-the model, the family, our rendering code, and the versions of Python and of the packages that this code uses. If any of these changes, so
-does the name. A record that is found is therefore never out of date.
+Without this cache, reading a tokenizer and probing its template would take up most of the start-up time. A record's name is derived from
+the tokenizer's files, the model, the family, our rendering code, and the versions of Python and of the packages that this code uses. If any
+of these changes, so does the name. A record that is found is therefore never out of date.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
 
 
 class CertificateRecord(msgspec.Struct, frozen=True):
-    """The cached data of a tokenizer folder."""
+    """What is cached for a tokenizer folder, a model and a family."""
 
     vocabulary: Vocabulary
     fast: bool  # whether the fast encoder agrees with the reference encoder

@@ -89,7 +89,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def certified(self) -> frozenset[Transition]:
-        """The transitions at which the bridge is the same as in a render of the whole conversation."""
+        """The transitions at which the bridge matches a render of the whole conversation."""
         passed = {f.transition for f in self.findings if f.verdict in ("same", "thinking", "turn") and f.transition}
         return frozenset(passed - self.uncertified.keys())
 
@@ -123,10 +123,10 @@ class Certificate(msgspec.Struct, frozen=True):
         """Explain which parts of replies cannot be parsed and how to fix this. Return an empty string if all parts can be parsed."""
         if not self.unread:
             return ""
-        install = "" if find_spec("renderers") is not None else "run pip install 'turngate[families]', and "
+        install = "" if find_spec("renderers") is not None else "run `pip install 'turngate[families]'`, and "
         return (
             f"the chat template writes {' and '.join(self.unread)} in a form that Turngate cannot parse, so agents get them as text; "
-            f"if the renderers package supports the model, {install}set --model to the model's full name, such as openai/gpt-oss-20b, "
+            f"if the `renderers` package supports the model, {install}set --model to the model's full name, such as openai/gpt-oss-20b, "
             "or set --family"
         )
 

@@ -1,7 +1,7 @@
 """Adapt the hand-written renderers of the `renderers` package (extra `families`) to our `Renderer` interface.
 
-Such a renderer is used if the package has one for the model's name, or if `--family` names it. This module is imported only then, because
-importing the package takes a second.
+Such a renderer is used if the package has one for the model's name, or if `--family` names it. This module is imported only if the
+package may have such a renderer, because importing the package takes a second.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _PROBE_TOOL = Tool(
 
 
 def family_of(model: str) -> str | None:
-    """Return the package's family for this exact model name, or None if there is none."""
+    """Return the family to which the `renderers` package assigns this exact model name, or None if it does not list the name."""
     found: str | None = MODEL_RENDERER_MAP.get(model)
     return found
 
 
 class FamilyRenderer:
-    """A renderer that uses the package's renderer for one family of models."""
+    """A renderer that wraps the `renderers` package's renderer for one family of models."""
 
     def __init__(self, tokenizer: Tokenizer, family: str) -> None:
         self.name = f"family:{family}"
@@ -152,10 +152,10 @@ class FamilyRenderer:
     def _create(self, kwargs: dict[str, Json]) -> Any:
         try:
             config = config_from_name(self._family)
-        except ValueError as error:
-            raise ConfigError(f"family: {error}", param="family") from None
+        except ValueError:  # there is no such family
+            config = None
         if config is None:
-            choices = ", ".join(["template", *sorted(set(MODEL_RENDERER_MAP.values()))])
+            choices = ", ".join(["auto", "template", *sorted(set(MODEL_RENDERER_MAP.values()))])
             raise ConfigError(f"family must be one of {choices}, not {self._family!r}", param="family")
         values = {"thinking_retention": "all", **kwargs}
         try:
@@ -168,7 +168,7 @@ class FamilyRenderer:
 
 
 class _PackageReader(ReplyReader):
-    """A reader for replies whose calls only the package can parse.
+    """A reader for replies whose calls only the `renderers` package can parse.
 
     It streams the text before the first marker that our parser does not know, and emits everything else when the reply ends.
     """

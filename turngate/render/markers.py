@@ -102,16 +102,16 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
     if wrong:
         marker = min(wrong)
         raise ConfigError(
-            f"tokenizer {tokenizer.folder}: the chat template writes {', '.join(map(repr, sorted(wrong)))}, but the vocabulary has no such "
-            f"token and encodes {marker!r} as {len(tokenizer.encode(marker))} tokens of plain text; add every such token to added_tokens "
-            "in tokenizer.json, with the id that the model was trained with, or put the chat template of this model into this folder, as "
-            "chat_template.jinja",
+            f"tokenizer {tokenizer.folder}: the chat template writes {', '.join(map(repr, sorted(wrong)))}, which the vocabulary lacks, so "
+            f"the tokenizer encodes {marker!r} as {len(tokenizer.encode(marker))} tokens of plain text; add each missing token to "
+            "added_tokens in tokenizer.json, with the id that the model was trained with, or put this model's own chat template into the "
+            "folder, as chat_template.jinja",
             param="tokenizer",
         )
 
 
 def _write_features(template: Template) -> list[str]:
-    """Render two conversations: one with a system prompt, and one with a call and its result. Return those that the template accepts."""
+    """Render a conversation with a system prompt, and one with a call and its result. Omit what the template rejects."""
     texts = []
     for messages in ([Message("system", "z"), _USER], [_USER, _CALL, _RESULT]):
         try:

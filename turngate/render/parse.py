@@ -200,7 +200,7 @@ class Parser:
         self.satisfied = self._one_call
 
     def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
-        """Parse a reply that was held back because it may consist only of calls: either forced calls, or JSON without markers."""
+        """Parse a reply that was held back because it might be nothing but calls: either forced calls, or JSON without markers."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
                 require_object(text)

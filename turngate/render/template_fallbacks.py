@@ -1,4 +1,4 @@
-"""Rewrite conversations for chat templates that lack tools or system messages, or that restrict the order of roles or the form of call ids.
+"""Rewrite conversations for templates that do not support tools or system messages, or that restrict role order or call ids.
 
 If a template does not support tools, they are declared in the system prompt. Calls and results are written in the Hermes form, which Qwen
 and Hermes models are trained on and which `parse.py` parses.
@@ -29,7 +29,7 @@ _SHORT_ID_LETTERS = string.ascii_letters + string.digits
 
 
 def declare_tools(tools: Sequence[Tool], tail: str = _TAIL) -> str:
-    """Return text for the system prompt that declares the tools. `tail` follows the list of tools."""
+    """Return the part of the system prompt that declares the tools. `tail` follows the list of tools."""
     return _HEAD + "\n".join(json.dumps(tool.wire, ensure_ascii=False) for tool in tools) + tail
 
 
@@ -50,7 +50,7 @@ def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[
 def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
     """Merge the system message into the user message directly after it, or else turn the system message into a user message.
 
-    This is for templates that do not support system messages.
+    This is for templates that do not support system messages, or that leave them out if there are tool results.
     """
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
@@ -62,9 +62,9 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Move each system message that does not start the conversation into a user message.
+    """Merge or convert each system message that does not start the conversation.
 
-    If a system or user message directly precedes it, append it to that message. Otherwise, turn it into a user message. This is for
+    If a system or user message directly precedes it, append its text to that message. Otherwise, turn it into a user message. This is for
     templates that leave out or move a system message in the middle of a conversation.
     """
     out: list[Message] = []
@@ -80,7 +80,7 @@ def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def move_system_after_answer_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Turn system messages that directly follow an answer into user messages, for templates that reject them in this position."""
+    """Turn system messages that directly follow an answer into user messages, for templates that do not render them in this position."""
     out: list[Message] = []
     for message in messages:
         moves = message.role == "system" and bool(out) and out[-1].role == "assistant"
@@ -100,7 +100,7 @@ def join_adjacent_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def join_users_to_results(messages: Sequence[Message]) -> list[Message]:
-    """Append each user message that follows a tool result to that result, for templates that reject a user message there."""
+    """Append each user message that follows a tool result to that result, for templates that do not render a user message there."""
     out: list[Message] = []
     for message in messages:
         if message.role == "user" and out and out[-1].role == "tool":

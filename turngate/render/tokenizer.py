@@ -1,8 +1,8 @@
-"""The tokenizer of a Hugging Face folder: converts between text and ids, without `transformers`.
+"""The tokenizer of a Hugging Face folder, which converts between text and ids without `transformers`.
 
 `Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. It encodes text with tiktoken, which is faster than
-`tokenizers`, if both return the same ids for a probe corpus. It decodes byte-level vocabularies with a table. The `renderers` package also
-uses this class as its tokenizer.
+`tokenizers`, if both return the same ids for a probe corpus. It decodes the ids of byte-level vocabularies with a table. The `renderers`
+package also uses this class as its tokenizer.
 """
 
 from __future__ import annotations
@@ -206,7 +206,10 @@ class _LazyBackend:
     """
 
     def __init__(self, path: Path, added: dict[str, int], config: Json | None) -> None:
-        """Prepare to load the file `path`. `config` is the content of tokenizer_config.json if that declares tokens that `path` lacks."""
+        """Prepare to load the file `path`.
+
+        `config` is the content of tokenizer_config.json if it declares tokens that `path` lacks, or else None.
+        """
         self._path = path
         self._added = added
         self._config = config
@@ -438,8 +441,9 @@ def _parse_length(value: Json) -> int | None:
 def _load_chat_templates(folder: Path, config: Json) -> tuple[str | None, str | None]:
     """Return the chat template and, if there are two, the template for conversations with tools.
 
-    They are read from files or, if chat_template.jinja does not exist, from the config. The config contains one template, or a list of
-    named templates such as `default` and `tool_use`. If there is no default template, the template for tools is the chat template.
+    They are read from files or, if chat_template.jinja does not exist, from `config`, the content of tokenizer_config.json. It contains
+    one template, or a list of named templates such as `default` and `tool_use`. If there is no default template, the template for tools
+    is used as the chat template.
     """
     files = {"default": folder / "chat_template.jinja", "tool_use": folder / TOOL_TEMPLATE_FILE}
     if files["default"].exists():

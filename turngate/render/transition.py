@@ -19,6 +19,12 @@ from turngate.types import Message, ToolCall
 # A function that renders messages, with or without the generation prompt.
 TextFunction = Callable[[Sequence[Message], bool], str]
 _SPEAKERS = {"user": "a user message", "system": "a system message", "tool": "results", "assistant": "an answer"}
+# By number of calls: the complete turn, and the truncated one.
+_TURNS = (
+    ("an answer", "a truncated answer"),
+    ("a call", "a truncated call"),
+    ("parallel calls", "truncated parallel calls"),
+)
 
 
 TURN_TEXT = "turngateTURNTEXT"
@@ -38,9 +44,9 @@ class Transition(msgspec.Struct, frozen=True):
         return cls(min(len(turn.tool_calls), 2), speakers, bool(turn.tool_calls and turn.content), cut)
 
     def describe(self) -> str:
-        turn = ("an answer", "a call", "parallel calls")[self.calls]
+        whole, truncated = _TURNS[self.calls]
         new = " and ".join(_SPEAKERS[role] for role in self.speakers)
-        return f"{new} after {turn}{' with text' if self.text else ''}{' that was cut short' if self.cut else ''}"
+        return f"{new} after {truncated if self.cut else whole}{' with text' if self.text else ''}"
 
 
 class BridgeDifference(msgspec.Struct, frozen=True):

@@ -142,8 +142,8 @@ def _merge_order(model: Json) -> list[int] | None:
     """Return the token ids in merge order: first the base symbols, then the result of each merge.
 
     Return None if the result of a merge is not in the vocabulary. If several merges produce the same token, the token gets the rank of the
-    first one. tiktoken then gives the other pairs too high a priority. The fast encoder is therefore only used if it passes the probe
-    corpus.
+    first one. tiktoken then gives the other pairs too high a priority. The fast encoder is therefore only used if it returns the right ids
+    for the probe corpus.
     """
     vocab: dict[str, int] = model["vocab"]
     merged: dict[int, None] = {}

@@ -1,7 +1,8 @@
-"""Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and check what was recorded.
+"""Check that the gateway captures an agent completely: run the agent on a small task with the scripted engine, and check the recording.
 
 The engine replies with the `[[check]]` steps from the agent's description (read, edit, run, finish), so the expected result is known.
-If a promise is broken, its result names the cause where possible, such as greedy sampling or a tool that the agent does not offer.
+The report contains a result for each promise, such as that the trace contains every model call. If a promise is broken, its result names
+the cause where possible, such as greedy sampling or a tool that the agent does not offer.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentCheck(msgspec.Struct, frozen=True):
-    """A check that is ready to run. Its fields are public, so that tests can observe and modify them."""
+    """A check that is ready to run. Its fields are public, so that tests can inspect and control its parts."""
 
     engine: Scripted
     gateway: GatewayClient
@@ -247,7 +248,7 @@ def _check_rows(samples: list[SampleRow], nodes: list[TraceNode]) -> PromiseResu
 
 
 def _explain_rows(nodes: list[TraceNode]) -> str:
-    """Return which turns of the main conversation begin a branch, each with the cause of its fork."""
+    """Return a text that names the turns of the main conversation that begin a branch, and the cause of each fork."""
     by_id = {node.id: node for node in nodes}
     turns = [node for node in nodes if isinstance(node, TraceTurn)]
     number_of = {turn.id: number for number, turn in enumerate(turns, 1)}

@@ -39,7 +39,7 @@ _LAST_STEP = "Done: colour is color now."
 
 
 class ShellTool(msgspec.Struct, frozen=True):
-    """A tool of the agent that runs shell commands, and the arguments of a call to it."""
+    """The agent's tool for running shell commands, and the arguments of a call to it."""
 
     name: str
     arguments: dict[str, Json]  # {command} is the placeholder for the shell command
@@ -57,11 +57,14 @@ def explain_failure(run: WatchedRun) -> str:
         ended = "did not end in time" if run.exit_code is None else f"ended with exit code {run.exit_code}"
         return (
             f"the command made no request to the gateway and {ended}{printed}. Pass the gateway's address in a flag, as "
-            "{base_url}/v1, or in a variable: --env NAME={base_url}/v1 --env KEY_NAME={api_key}"
+            "{base_url}/v1, or in an environment variable: `--env NAME={base_url}/v1 --env KEY_NAME={api_key}`"
         )
     if not model_calls:
         seen = ", ".join(dict.fromkeys(f"{call.method} {call.path}" for call in run.calls))
-        return f"the command made no model call, only: {seen}; check the path of its base URL (most programs need {{base_url}}/v1)"
+        return (
+            f"the command made no model call, only these requests: {seen}; check the path of its base URL (most programs need "
+            "{base_url}/v1)"
+        )
     first = model_calls[0]
     hint = f"; pass the model's name as {{model}}, not {first.model}" if first.model not in ("", MODEL) else ""
     return f"no model call succeeded; the first returned: {first.status} {first.error[:300]}{hint}"
@@ -104,7 +107,7 @@ def write_description(name: str, command: Sequence[str], env: Mapping[str, str],
 
 
 def find_secrets(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return the fields of a description whose values look like secrets. `write_description` leaves these values out."""
+    """Return the names of the description's fields whose values look like secrets. `write_description` leaves these values out."""
     words = ["command"] if redact_command(command) != list(command) else []
     return words + [f"env.{name}" for name, value in env.items() if is_secret(name, value)]
 

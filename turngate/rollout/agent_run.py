@@ -46,7 +46,7 @@ def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, b
 
 
 async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> None:
-    """Raise `AgentError` if the agent's program is not in the sandbox or its `install.check` command fails.
+    """Raise `AgentError` if the agent's program is not in the sandbox or is not executable, or if the command `install.check` fails.
 
     Raise `SandboxError` if the sandbox takes too long to find the program.
     """
@@ -70,7 +70,7 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
 
 
 def explain_unstarted(report: TrainingReport | None, exit_code: int | None, backend: Backend) -> TrainingReport | None:
-    """If nothing can be trained, probably because a program could not be started, return the report with this reason and a fix."""
+    """Return the report, with a new reason and fix if nothing can be trained, probably because a program could not be started."""
     if report is None or report.amount != "none" or exit_code not in (_NOT_EXECUTABLE, _NOT_FOUND):
         return report
     problem, fix = _explain_missing(exit_code, backend)
@@ -81,7 +81,7 @@ def explain_unstarted(report: TrainingReport | None, exit_code: int | None, back
 def _explain_missing(exit_code: int, backend: Backend) -> tuple[str, str]:
     """Return why a program could not be started in a sandbox, and how to fix it."""
     if exit_code == _NOT_EXECUTABLE:
-        return "is not executable", "run chmod +x on it"
+        return "is not executable", "run `chmod +x` on it"
     problem = f"was not found in the {backend.name} sandbox"
     if backend.has_host_programs and backend.relocates:
         return (
@@ -122,7 +122,7 @@ async def run_agent(
 
 
 def _check_disk(sandbox: Sandbox, ending: Ending, note: Callable[[str], None]) -> None:
-    """If the agent was killed for using too much disk space, record that in `ending`. Raise an error if the machine's disk was full."""
+    """If the agent was killed for using too much disk space, record that in `ending`. If the machine's disk was full, raise the error."""
     if sandbox.disk_error is None:
         return
     if not isinstance(sandbox.disk_error, SandboxTooLarge):

@@ -54,7 +54,7 @@ _MARKED_PATH = re.compile(r"/from/([A-Za-z_][A-Za-z0-9_]*)(/.*|$)")
 
 
 class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What was observed while a command ran: its requests, the variables it read, its exit code and its output."""
+    """What was observed while a command ran: its requests, the environment variables it read, its exit code and its output."""
 
     calls: tuple[LoggedCall, ...]
     variables: tuple[str, ...]  # the variables from which the agent read its endpoint and key
@@ -63,7 +63,7 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Marks:
-    """Marks each URL and key with the name of its variable. `wrap` collects the marks in requests, and removes them."""
+    """Marks each URL and key with the name of its environment variable. `wrap` collects the marks in requests, and removes them."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key

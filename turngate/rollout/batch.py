@@ -1,4 +1,4 @@
-"""Run a batch: n rollouts of each task. Every rollout ends in exactly one class. A batch survives failures, crashes and Ctrl-C.
+"""Run a batch: n rollouts of each task. Every finished rollout has exactly one class. A batch survives failures, crashes and Ctrl-C.
 
     result = await run_batch(plan, gateway, connector)
 
@@ -84,7 +84,10 @@ async def run_batch(
     throttle: Throttle = no_throttle,
     executor: AttemptExecutor | None = None,
 ) -> BatchResult:
-    """Run a batch until it is complete or must stop. Cancelling ends its running rollouts cleanly. Run the same plan to resume."""
+    """Run a batch until it is complete or must stop. Running the same plan again resumes the batch.
+
+    Cancelling the call ends the running rollouts cleanly.
+    """
     return await Batch(plan, gateway, connector, watch, throttle=throttle, executor=executor).run()
 
 
@@ -99,7 +102,7 @@ async def rollouts(
 ) -> AsyncGenerator[FinishedRollout, None]:
     """Yield the rollouts as they finish, starting with those of earlier runs. Closing the iterator stops the batch.
 
-    A rollout that is retried on request is yielded again, with a higher `attempt`. The new result replaces the one with the same `rollout`.
+    A rollout that is retried on request is yielded again, with a higher `attempt`. It replaces the earlier result with the same `rollout`.
     """
     queue: asyncio.Queue[FinishedRollout | None] = asyncio.Queue()
     batch = Batch(plan, gateway, connector, watch, throttle=throttle, on_finished=queue.put_nowait, executor=executor)

@@ -1,4 +1,4 @@
-"""Run a batch with the scripted engine: it replays the reference solution in every second rollout of each group.
+"""Run a batch with the scripted engine, which replays the reference solution in every second rollout of each group.
 
 The rewards within a group therefore differ, so its advantages are not zero. This makes it possible to try a trainer without a model.
 """
@@ -49,7 +49,7 @@ class BatchReplay:
         def script(request: Generate, index: int) -> ScriptedTurn:
             if request.session not in self._rollouts:
                 raise EngineError(
-                    f"session {request.session} is not a rollout of this batch, so it has no scripted replies"
+                    f"session {request.session} does not belong to this batch, so it has no scripted replies"
                 )
             replay, workdir, solves = self._rollouts[request.session]
             return Playbook(renderer, [replay.write_scene(workdir, solves=solves)])(request, index)

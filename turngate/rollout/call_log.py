@@ -1,8 +1,8 @@
-"""A log of the requests that an agent sends to the gateway, and of the gateway's responses.
+"""A log of the requests that an agent sends to the gateway, each with the status and any error message of the response.
 
 The log wraps the gateway's application without changing any request. It complements the trace, which contains only answered
-calls, each with the sampling settings that were applied. The log also contains refused calls, and the settings and tools that the agent
-sent.
+calls, each with the sampling settings that were applied. The log also contains refused calls, including the tools they offered, and the
+sampling settings as the agent sent them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ERROR_FRAME = '{"type":"error"'
 
 
 class LoggedCall(msgspec.Struct, kw_only=True):
-    """One request to the gateway and, for a model call, the model, tools and sampling settings in it."""
+    """One request to the gateway. For a model call, the request's model, tools and sampling settings are logged, too."""
 
     method: str
     path: str

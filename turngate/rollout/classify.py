@@ -1,10 +1,10 @@
-"""Classify a rollout by how it ended: determine what was at fault, its class and reward, and whether to retry it. No I/O.
+"""Classify a rollout by how it ended: determine what was at fault, the rollout's class and reward, and whether to retry. No I/O.
 
     a stage failed         `invalid task` if the task was at fault, `agent failed` if the agent was, otherwise `infrastructure fault`
     it was cancelled       `stale` if the gateway ended it because it was too old to train on, otherwise `cancelled`
     the engine failed      `infrastructure fault`, even if the engine only stopped responding until the agent gave up or timed out
     the agent ended        on its own, by timeout or at a limit: the work is graded, excluded or scored 0, depending on the policy;
-                           `agent failed` if the agent made no turn, unless its exit code was 0
+                           `agent failed` if the agent made no turn, unless it finished with exit code 0
     the work is missing    `agent failed` if the agent destroyed its work (excluded or scored 0, depending on the policy); otherwise
                            `infrastructure fault`
 
@@ -157,7 +157,8 @@ def _find_run_status(ending: Ending) -> Status:
 def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
     """Determine the cause if the agent's last call failed.
 
-    The cause is a limit if the call was too long, the agent if the engine rejected only this call, and otherwise the error's boundary.
+    A call that does not fit in the model's context counts as a limit. If the engine rejected the call but answered earlier ones, the
+    rollout is classified by how the agent ended. Otherwise, the failed call is a fault of the error's boundary.
     """
     if error.kind == ContextOverflow.kind:
         return _Cause("limit", error.kind)

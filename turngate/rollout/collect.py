@@ -50,7 +50,8 @@ async def collect(
 ) -> Collected:
     """Copy the agent's output, transcript and logs to `folder`. A file that cannot be copied is listed as missing.
 
-    `redact` removes secrets from the agent's output."""
+    `redact` removes secrets from the agent's output.
+    """
     missing: list[str] = []
     try:
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ class AttemptExecutor(Protocol):
     """Runs attempts, on this machine or on others."""
 
     async def check(self) -> None:
-        """Raise `SandboxUnavailable` if attempts cannot run. Its message states the cause and how to fix it."""
+        """Raise `SandboxUnavailable` if attempts cannot run. The message states the cause and a fix."""
 
     async def sweep(self) -> None:
         """Remove the sandboxes that earlier executors left behind when they were killed."""

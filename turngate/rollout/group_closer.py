@@ -79,7 +79,7 @@ class GroupCloser:
         try:
             await retry_while_unreachable(lambda: self._gateway.close_group(group), limit_s=math.inf, pause_s=_RETRY_S)
         except TurngateError as error:
-            self._on_rejected(f"the gateway rejected closing group {group}: {error.message}")
+            self._on_rejected(f"the gateway refused to close group {group}: {error.message}")
 
 
 def _group_name(finished: FinishedRollout) -> str:

@@ -1,4 +1,4 @@
-"""Check whether a batch can continue: whether it has disk space, sandboxes and a gateway, and not too many faults in a row."""
+"""Check whether a batch can continue: it needs disk space, sandboxes and a gateway, and stops after too many faults in a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MIN_IN_A_ROW = (
 
 
 class BatchHealth:
-    """Checks whether one batch can continue. Each check returns the reason why it cannot, or an empty string."""
+    """Checks whether one batch can continue. Each check returns why the batch cannot continue, or an empty string if it can."""
 
     def __init__(
         self, plan: BatchPlan, gateway: GatewayClient, executor: AttemptExecutor, results: BatchResults
@@ -42,7 +42,7 @@ class BatchHealth:
         """Count an infrastructure fault. Return why the batch cannot continue, or an empty string if it can."""
         self._faults_in_a_row += 1
         if self._faults_in_a_row >= max(_MIN_IN_A_ROW, 2 * self._plan.bounds.running):
-            return f"the last {self._faults_in_a_row} attempts were all infrastructure faults; the most recent was: {message}"
+            return f"the last {self._faults_in_a_row} attempts all ended with infrastructure faults; the last fault was: {message}"
         async with self._probing:
             at, problem = self._last_probe
             if time.monotonic() - at > _PROBE_S:

@@ -101,7 +101,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished",
 
 
 class ReopenedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
-    """A rollout that finished without a verdict. It will run again, because someone has requested that."""
+    """A rollout that finished without a verdict. It will run again, because someone requested a retry."""
 
     rollout: str
     attempt: int  # number of the last attempt
@@ -120,7 +120,7 @@ LedgerEntry = LedgerHeader | AttemptStarted | AttemptEnded | UnrecordedRollout |
 
 
 class LedgerError(TurngateError):
-    """The ledger is invalid or cannot be written. After a failed write, earlier lines stay valid, so the batch can be resumed later."""
+    """The ledger is invalid or cannot be written to. After a failed write, earlier lines stay valid, so the batch can be resumed later."""
 
     boundary = "store"
     kind = "ledger_error"
@@ -206,7 +206,7 @@ class Ledger:
         await asyncio.shield(done)
 
     async def close(self) -> None:
-        """Finish the current write, and close the file."""
+        """Write the waiting entries, and close the file."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
         for _, done in self._waiting:
@@ -252,7 +252,7 @@ class Ledger:
                 self._write_and_sync(data)
         except OSError as error:
             raise LedgerError(
-                f"{self.folder / LEDGER_NAME} cannot be written to ({error.strerror}); correct this, then resume the batch",
+                f"{self.folder / LEDGER_NAME} cannot be written to ({error.strerror}); fix the cause, then resume the batch",
                 param="out",
             ) from None
 
@@ -336,7 +336,10 @@ def read_ledger(folder: Path) -> LedgerState:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"out: {path} cannot be read ({error.strerror})", param="out") from None
+        raise ConfigError(
+            f"out: {path} cannot be read ({error.strerror}); check the file's permissions, or choose a different folder",
+            param="out",
+        ) from None
     return _parse_ledger(data[: data.rfind(b"\n") + 1], path)
 
 

@@ -9,7 +9,7 @@ An order contains no live objects, no paths from the machine that made it, and n
     task      its fields, and the SHA-256 of the archive with its files (`tasks/archive.py`)
     agent     its whole description; the machine that runs the order installs the agent
     sandbox   its name and settings, from which the machine creates the backend
-    env       the names of variables; each machine takes the values from its own environment
+    env       the names of environment variables; each machine takes the values from its own environment
 
 The task, the agent's description and options, and the session's settings are sent exactly as the user wrote them. A secret that the user
 wrote there is sent, too.
@@ -58,7 +58,7 @@ class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     network: Network = "none"
     resources: Resources = Resources()
     folders: tuple[str, ...] = ()  # additional writable folders inside the sandbox
-    env: tuple[str, ...] = ()  # names of variables for every command in the sandbox
+    env: tuple[str, ...] = ()  # names of environment variables for every command in the sandbox
     model: str
     model_limits: ModelLimits = ModelLimits()
     timeout_s: float

@@ -20,7 +20,7 @@ _ASSIGNMENT = re.compile(
 
 
 class Redactor:
-    """Removes an agent's secrets from text: those in its environment, its session key, and values of host variables that its task uses.
+    """Removes an agent's secrets from text: its session key, those in its environment, and the values that its task takes from the host.
 
     Secrets of fewer than 6 characters are not removed.
     """
@@ -35,13 +35,13 @@ class Redactor:
         self._secrets.insert(0, secret)
 
     def redact_text(self, text: str) -> str:
-        """Return text for people to see, without the secrets and without anything that looks like a secret."""
+        """Remove the secrets, and anything that looks like a secret, from text that people will see."""
         for secret in self._list_secrets():
             text = text.replace(secret, REDACTED)
         return redact(text)
 
     def redact_bytes(self, data: bytes) -> bytes:
-        """Return data to store, without the secrets."""
+        """Remove the secrets from data that will be stored."""
         for secret in self._list_secrets():
             data = data.replace(secret.encode("utf-8", "surrogatepass"), REDACTED.encode())
         return data
@@ -51,7 +51,7 @@ class Redactor:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a name suggests a secret and its value could be one: not a placeholder, a short number, `true` or similar."""
+    """Return whether the name suggests a secret, and the value is not a placeholder, a short number, `true` or similar."""
     plain = _PLAIN_VALUE.fullmatch(value.rstrip("}")) is not None
     return bool(_SECRET_NAMES.search(name)) and not plain and not placeholders.find_names(value)
 

@@ -124,7 +124,7 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
 
 
 class _Obstacle(msgspec.Struct, frozen=True):
-    """Why a solution cannot be replayed, and how to fix it."""
+    """Why a solution cannot be replayed, and what the user can do about that."""
 
     reason: str
     fix: str
@@ -141,7 +141,7 @@ def _plan_commands(task: Task, agent: AgentSpec, backend: Backend, config: Serve
             "add [shell_call] to the agent's file (docs/agents.md)",
         )
     if task.solution is None:
-        return _Obstacle("the task has no solution/solve.sh", "add one")
+        return _Obstacle("the task has no solution/solve.sh", "add this file")
     try:
         return reference_commands(task.solution, backend)
     except TaskError as error:

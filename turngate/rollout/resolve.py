@@ -3,7 +3,7 @@
     task      its files, unpacked from their archive; a missing archive is fetched, if the resolver has a fetcher
     agent     its installation, in this machine's cache
     sandbox   a backend, with this machine's own folders
-    env       values from this machine's environment; the order has only their names
+    env       the values of environment variables on this machine; the order has only the names
 
 The agent is never at fault for a failure here, and another machine may be able to run the order.
 """
@@ -49,7 +49,7 @@ class MachineParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_spec(order: RolloutOrder, parts: MachineParts) -> RolloutSpec:
-    """Build the spec of a rollout from its order and the machine's parts."""
+    """Build the spec of a rollout from its order and the parts that depend on the machine."""
     return RolloutSpec(
         task=parts.task,
         agent=order.agent,
@@ -77,7 +77,7 @@ def build_spec(order: RolloutOrder, parts: MachineParts) -> RolloutSpec:
 
 
 class PlanResolver:
-    """Resolves the orders of a batch in the process that made them. It takes all parts from the plan, and unpacks or installs nothing."""
+    """Resolves the orders of a batch in the process that made them. All parts come from the plan, so nothing is unpacked or installed."""
 
     def __init__(self, plan: BatchPlan) -> None:
         self._plan = plan
@@ -122,7 +122,7 @@ class MachineResolver:
         environment: Mapping[str, str] = os.environ,
         install: Callable[[AgentSpec], Installation] = lambda agent: ensure_installed(agent, log.info),
     ) -> None:
-        """Prepare a resolver. Agents' files are stored in `folder`. Orders refer to variables in `environment` by name."""
+        """Prepare a resolver. Agents' files are stored in `folder`. Orders name environment variables; `environment` has their values."""
         self._folder = folder
         self._archives = {DEFAULT_PROJECT: archives}  # by project
         self._fetch = fetch
@@ -180,7 +180,7 @@ class MachineResolver:
                 await asyncio.to_thread(archives.add, digest, data)
 
     async def _install_agent(self, agent: AgentSpec) -> Installation:
-        """Return the agent's installation, and install it if necessary. The result is cached, because `ensure_installed` is slow."""
+        """Install the agent if necessary, and return its installation. The result is cached, because `ensure_installed` is slow."""
         key = msgspec.json.encode([agent.name, agent.install, agent.uses("node"), agent.code_cache])
         async with self._installing.setdefault(key, asyncio.Lock()):
             if key not in self._installations:
@@ -207,6 +207,6 @@ def _check_modules(task: Task) -> None:
         if not location.endswith(".py") and find_spec(module) is None:
             raise ConfigError(
                 f"the grader of task {task.id} needs the Python module {module}, which this machine does not have; install it, or "
-                "put the function into a file in the task's folder",
+                "put the grading function into a file in the task's folder",
                 param="grader",
             )

@@ -22,7 +22,7 @@ log = logging.getLogger("turngate")
 _RECONNECT_S = 5.0  # pause before reading events again from a gateway that did not respond
 _REPLY_S = 2.0  # how long to wait for an attempt to end before replying that it is still running
 _RETRYABLE: tuple[RolloutClass, ...] = ("infrastructure fault", "cancelled", "stale")  # classes without a verdict
-_ENDING = RetryReply(None, "the batch is ending; run it again on the same folder to process this request")
+_ENDING = RetryReply(None, "the batch is ending; run it again with the same folder to process this request")
 
 
 class RetryListener:
@@ -54,7 +54,10 @@ class RetryListener:
             return {}
 
     async def accept_earlier(self, requests: Mapping[int, RetryRequest]) -> set[int]:
-        """Reopen the rollouts that can be retried, and return the positions of their requests. Call this before counting rollouts."""
+        """Reopen the rollouts that can be retried, and return the positions of their requests.
+
+        This must happen before finished rollouts are counted.
+        """
         accepted = set()
         for seq, request in requests.items():
             if request.rollout in self._results.state.finished and not self._find_objection(request):
@@ -123,7 +126,7 @@ class RetryListener:
         await self._reply(seq, reply)
 
     async def _decide(self, request: RetryRequest) -> RetryReply:
-        """Decide on a request, and reopen the rollout if it is accepted. If this run is ending, leave the decision to a later run."""
+        """Decide on a request. If it is accepted, reopen the rollout. If this run is ending, leave the decision to a later run."""
         if self._schedule.is_running(request.rollout, request.attempt):
             return _ENDING
         if objection := self._find_objection(request):

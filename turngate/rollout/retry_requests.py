@@ -69,7 +69,7 @@ async def send_reply(gateway: GatewayClient, batch: str, seq: int, reply: RetryR
 
 
 def _parse_reply(event: GatewayEvent) -> int | None:
-    """Return the position of the request that an event accepts or rejects. Return None for any other event, or for a postponed request."""
+    """Return the position of the request that an event accepts or rejects. Return None if it does neither."""
     data = event.data if event.kind == "note" else {}
     seq = data.get("retry")
     return seq if isinstance(seq, int) and isinstance(data.get("taken"), bool) else None

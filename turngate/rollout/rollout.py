@@ -13,7 +13,7 @@
     agent     run the agent in the background until it exits, it times out, its session ends, or the rollout is cancelled
     seal      seal the session, so that the trace gets no more turns
     collect   copy the agent's output, transcript and work
-    clean     stop and remove everything, even after a failure
+    clean     stop and remove the sandbox, even after a failure
     grade     let the host grade the work, in a fresh sandbox that no agent has touched
     record    store the outcome at the gateway, together with the trace
 
@@ -320,7 +320,7 @@ class Rollout:
 
     @asynccontextmanager
     async def _record_faults(self) -> AsyncIterator[None]:
-        """Record an error of the block as the rollout's fault. If the rollout is cancelled, finish it and propagate the cancellation."""
+        """Record an error in the block as the rollout's fault. If the rollout is cancelled, finish it and propagate the cancellation."""
         try:
             yield
         except asyncio.CancelledError:

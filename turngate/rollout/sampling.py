@@ -3,7 +3,7 @@
     1. the caller: flags, the `sampling` of a request, the session settings of a plan, or a trainer
     2. the agent's file, in [sampling]
     3. the session settings of a service's endpoint
-    4. the gateway, which pins temperature 1 in exact and gate mode, so that turns can be trained whatever the agent asks for
+    4. the gateway, which pins temperature 1 in exact and gate mode, so that turns can be trained on, whatever the agent asks for
 
 For evaluations, a caller can set `sampling` to `agent`. Then only the caller's settings are pinned, and the agent's own requests decide
 all other settings.
@@ -23,7 +23,7 @@ NEUTRAL_CHOICE, AGENT_CHOICE = "neutral", "agent"
 
 
 def parse_sampling(choice: str | Mapping[str, Json]) -> dict[str, Json]:
-    """Return the session settings for a choice: `neutral`, `agent`, or the settings to pin. Raise `BadRequest` if it is invalid."""
+    """Return the session settings for a choice: `neutral`, `agent`, or the settings to pin. Raise `BadRequest` if the choice is invalid."""
     if isinstance(choice, str):
         if choice not in (NEUTRAL_CHOICE, AGENT_CHOICE):
             raise BadRequest(

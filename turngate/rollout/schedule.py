@@ -64,7 +64,10 @@ class Schedule:
     # ── groups and retries ──────────────────────────────────────────────────────────────────────────────────────
 
     async def supply(self, batch: str, finished: Container[str]) -> None:
-        """Add the groups one by one. Each is added once workers have taken all rollouts of the previous one and the throttle allows it."""
+        """Add the groups one by one.
+
+        A group is added once workers have taken all rollouts of the previous group and the throttle allows it.
+        """
         for number, group in enumerate(self._iter_groups(batch)):
             items = [item for item in group if item.id not in finished and item.id not in self._requested]
             if not items:
@@ -143,7 +146,7 @@ class Schedule:
         return None
 
     def start_attempt(self, rollout: str, attempt: int) -> None:
-        """Mark an attempt as running. Its result is not in the ledger yet."""
+        """Mark an attempt as running until `end_attempt` is called."""
         self._attempts[rollout] = attempt
 
     async def end_attempt(self, rollout: str) -> None:

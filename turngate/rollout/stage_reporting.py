@@ -31,7 +31,7 @@ LIMITS_S: Mapping[Stage, float] = {
 
 
 class Stages:
-    """Runs the stages of one rollout: limits their time, measures it, and reports each stage."""
+    """Runs the stages of one rollout: limits and measures the duration of each stage, and reports its start."""
 
     def __init__(
         self, outcome: Outcome, progress: RolloutProgress, watch: ProgressCallback, events: StageEvents
@@ -46,7 +46,7 @@ class Stages:
 
     @property
     def traceparent(self) -> str:
-        """The W3C trace context of the agent's span, which is the parent of the gateway's turns. Empty without tracing."""
+        """The W3C trace context of the agent's span, which is the parent of the spans of its turns; empty if tracing is disabled."""
         return "" if self._agent_span is None else self._agent_span.traceparent
 
     @asynccontextmanager
@@ -113,7 +113,7 @@ class Stages:
 
     @contextmanager
     def trace_agent(self, session: str) -> Iterator[None]:
-        """Trace the block as the agent's span, which is the parent of the gateway's turns."""
+        """Trace the block as the agent's span, which is the parent of the spans of its turns."""
         if self._rollout_span is None:
             yield
             return

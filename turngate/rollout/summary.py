@@ -281,5 +281,5 @@ def _count_messages(members: Iterable[FinishedRollout]) -> dict[RolloutClass, li
 
 
 def _count_warnings(members: Iterable[FinishedRollout]) -> list[tuple[str, int]]:
-    """Count each warning, most frequent first. Warnings are not shortened, because each ends with its fix."""
+    """Return the most frequent warnings, each with its count. Warnings are not shortened, because each ends with its fix."""
     return Counter(warning for rollout in members for warning in rollout.warnings).most_common(_MAX_WARNINGS)

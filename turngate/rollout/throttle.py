@@ -1,9 +1,9 @@
 """Limit how far a batch runs ahead of a trainer. A throttle is a function that is awaited before each group starts.
 
-Its argument is the number of earlier groups that a trainer has seen or may still see. The group may start if this number is less than
-`trained + max_ahead`. A group is empty if none of its rollouts was recorded, because all of them failed. Empty groups never reach a
-trainer, so they are not counted. If an earlier group turns out to be empty while a group is waiting, the throttle is cancelled and awaited
-again with a lower number.
+Its argument is the number of earlier groups that a trainer has seen or may still see. `TrainerThrottle` lets the group start if this number
+is less than the number of groups already trained on plus `max_ahead`. A group is empty if none of its rollouts was recorded, for example
+because all of them ended with infrastructure faults. Empty groups never reach a trainer, so they are not counted. If an earlier group turns
+out to be empty while a group is waiting, the throttle is cancelled and awaited again with a lower number.
 """
 
 from __future__ import annotations

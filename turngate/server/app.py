@@ -245,7 +245,7 @@ class Gateway(ProjectGateway):
                 project.limit_context(min(limits))
 
     async def end_requests(self) -> None:
-        """End event streams and polls, and abort model calls in all projects, because the gateway is stopping."""
+        """Before the gateway stops, end event streams and polls, and abort model calls in all projects."""
         await super().end_requests()
         for project in self.hosted:
             await project.end_requests()

@@ -1,4 +1,4 @@
-"""ASGI building blocks for model calls: respond, stream, and detect a disconnect.
+"""ASGI building blocks for model calls: responding, streaming, and detecting a disconnect.
 
 Model calls are the hot path, so they use plain ASGI. A framework's request and response objects would cost more than recording the turn.
 """
@@ -29,7 +29,7 @@ UNDECODABLE_FRAME = 4400
 
 
 class ClientDisconnect(Exception):
-    """The client has closed the connection, so no response can be sent."""
+    """The client has disconnected or stopped reading, so no response can be sent."""
 
 
 def parse_headers(scope: Scope) -> dict[str, str]:

@@ -80,7 +80,10 @@ def own_key(data: Path, variable: str, name: str) -> str:
 
 
 def _create_key_file(path: Path, key: str) -> None:
-    """Create a key file whole, so that it never exists without its key, even if this process is killed."""
+    """Create a key file atomically, so that it never exists without its key, even if this process is killed.
+
+    On a file system without hard links, the file is empty for a moment.
+    """
     number, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(number, "w", encoding="utf-8") as file:
@@ -100,7 +103,7 @@ def _create_key_file(path: Path, key: str) -> None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove what processes that were killed while they created the key file have left."""
+    """Once the key file exists, remove the temporary files of processes that were killed while creating it."""
     if path.exists():
         for unfinished in path.parent.glob(f".{path.name}.*"):
             with suppress(OSError):

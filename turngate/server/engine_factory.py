@@ -47,7 +47,7 @@ def build_replica(config: ServeConfig, url: str) -> VLLM | SGLang:
 
 
 def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> list[str]:
-    """Return the addresses of the engines in a pool: `engine`, if it is a pool, or else the configured pool. Return [] if there is none."""
+    """Return the addresses of the engines in a pool: `engine`, if it is a pool, or else the configured pool. Return [] without a pool."""
     if isinstance(engine, Pool):
         return [replica.address for replica in engine.replicas]
     if config.engine not in ("vllm", "sglang"):
@@ -92,8 +92,7 @@ def build_engine(
         case "scripted":
             if config.sampling_masks:
                 raise ConfigError(
-                    "sampling_masks needs the engine 'local', 'vllm' or 'sglang', not 'scripted', which samples from a script; remove "
-                    "--sampling-masks",
+                    "sampling_masks needs the engine 'local', 'vllm' or 'sglang', not 'scripted'; remove --sampling-masks",
                     param="sampling_masks",
                 )
             assert renderer is not None
@@ -109,8 +108,8 @@ def _build_local_engine(config: ServeConfig) -> Engine:
         from turngate.engines.local import LocalEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the engine 'local' needs {error.name}; run: pip install 'turngate[local]' (without a GPU, first run: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cpu)",
+            f"the engine 'local' needs {error.name}; run `pip install 'turngate[local]'` (without a GPU, first run "
+            "`pip install torch --index-url https://download.pytorch.org/whl/cpu`)",
             param="engine",
         ) from None
     return LocalEngine(

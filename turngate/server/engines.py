@@ -1,6 +1,6 @@
 """Routes to list, add, drain and remove engines, under `/admin/engines`. They require the admin key.
 
-With an API key, a caller can only read two flags: whether the engines are saturated, and whether they are scripted.
+With an API key, a caller can read only two flags: whether the engines are saturated, and whether they are scripted.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _EngineBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class AddEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines`.
 
-    `version` declares that the new engine already has the weights of this version. If another program loaded the current weights into the
-    existing engines, the gateway cannot load those weights into the new one, so `version` is required and must be the current version.
+    `version` is the version of the weights that the new engine already has, if known. If another program loaded the current weights into
+    the existing engines, the gateway cannot load them into the new engine, so `version` is required and must be the current version.
     """
 
     version: Version | None = None

@@ -35,7 +35,7 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TakeOverQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the last delivery that the trainer has processed, and `mark` identifies that delivery's feed."""
+    """Query parameters. `after` is the number of the last delivery that the trainer has processed, and `mark` identifies the feed."""
 
     after: Whole | None = None
     mark: str = ""
@@ -119,14 +119,14 @@ class FeedRoutes:
         """Return the next deliveries of a feed."""
         name = request.path_params["name"]
         if not query.reader:
-            raise BadRequest(f"reader is missing; POST /admin/feeds/{name}/reader to get one", param="reader")
+            raise BadRequest(f"reader is missing; get one with `POST /admin/feeds/{name}/reader`", param="reader")
         page = await self._feeds.page(
             name, query.reader, after=query.after, wait=query.wait, limit=query.limit or 1, form=query.form
         )
         return MsgpackReply(page)
 
     async def commit(self, request: Request, body: CommitBody) -> JsonReply[FeedView]:
-        """Commit all deliveries up to a number."""
+        """Commit all deliveries up to and including a delivery number."""
         return json_response(self._feeds.commit(request.path_params["name"], body.reader, body.number))
 
     async def report_mismatch(self, request: Request, body: MismatchReport) -> JsonReply[MismatchReply]:

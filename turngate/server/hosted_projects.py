@@ -1,4 +1,4 @@
-"""A gateway's projects other than `default`: choose the project of each request, and open each project on its own store."""
+"""Choose the project of each request, and open each project other than `default` on its own store."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class HostedProjects:
         return project
 
     def choose(self, scope: Scope) -> str | None:
-        """Return the project that a request belongs to, or None for the project `default`.
+        """Return the name of the project that a request belongs to, or None for the project `default`.
 
         The key or login cookie alone decides, except that the operator may name a project in a header. The project's own gateway checks the
         key again.
@@ -171,7 +171,7 @@ class HostedProjects:
         return self._choose_by_address(scope)
 
     def _choose_by_address(self, scope: Scope) -> str | None:
-        """Return the project of a secret in the path (OpenEnv) or in the query (Gemini), or None if there is no secret."""
+        """Like `choose`, but for a secret in the path (OpenEnv) or in the query (Gemini). Return None if there is no secret."""
         query = scope["query_string"]
         if b"tg-" not in query and "/tg-" not in scope["path"]:
             return None

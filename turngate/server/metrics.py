@@ -1,8 +1,8 @@
 """`GET /metrics` for Prometheus, with the values of all workers.
 
 With the admin key, or the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), the endpoint returns sums over all projects.
-A request for one project (with an API key, or with the admin key and the name of a project other than `default`) returns only the values
-of that project, and no process metrics.
+With an API key, it returns only the values of the key's project, and no process metrics. With the admin key and the name of a project
+other than `default`, it returns the same for that project.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Model calls over HTTP, in every dialect: find the session, run the turn, and stream or collect the reply.
+"""Serve model calls over HTTP, in every dialect: find the session, run the turn, and stream or collect the reply.
 
-Errors are rendered here, in the dialect's format. A non-streaming reply is collected from the same stream.
+Errors are rendered here, in the dialect's format. Streamed and collected replies come from the same pipeline.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Raise an error if the session or the gateway cannot serve this call. Limits are not checked, because the call samples nothing."""
+        """Raise an error if the session or the gateway cannot serve this call, which samples nothing. Limits are therefore not checked."""
         self._pipeline.admit(session, call)
 
     def count_error(
@@ -314,7 +314,7 @@ class RenderInternalErrors:
 
 
 class _ExplainCancellation:
-    """A context manager that converts a cancellation into the error for its cause: the client disconnected, or the session ended."""
+    """A context manager that converts a cancellation into the error for its cause, such as a disconnected client or an ended session."""
 
     def __init__(self, session: Session, hang_up: HangUp) -> None:
         self._session, self._hang_up = session, hang_up

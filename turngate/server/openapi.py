@@ -77,7 +77,7 @@ class _Schemas:
         self._references = dict(zip(kinds, references, strict=True))
 
     def find(self, kind: object) -> Json:
-        """Return the schema of a type. None means any JSON."""
+        """Return the schema of a type. If `kind` is None, the schema allows any JSON."""
         return {} if kind is None else self._references[repr(kind)]
 
 
@@ -126,7 +126,7 @@ def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Json]:
 
 
 def _has_required_fields(kind: type) -> bool:
-    """Return whether a body of this type has required fields. If not, a request may omit it: an empty body is read as `{}`."""
+    """Return whether a body of this type has required fields. If not, a request may omit the body: an empty body is read as `{}`."""
     return issubclass(kind, msgspec.Struct) and any(field.required for field in msgspec.structs.fields(kind))
 
 

@@ -77,7 +77,7 @@ class MsgpackReply(Response, Generic[T]):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One route and method of the API. `body`, `query` and `reply` are types, or None if the endpoint declares none."""
+    """One route and method of the API. Each of `body`, `query` and `reply` is a type, or None if the endpoint does not declare it."""
 
     path: str  # in Starlette's syntax, such as `/admin/sessions/{id}/tools/{call:int}/answer`
     method: str

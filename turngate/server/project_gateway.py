@@ -211,7 +211,7 @@ class ProjectGateway:
         self._starlette = self._compose_starlette()
 
     def limit_context(self, tokens: int) -> None:
-        """Limit the context to `tokens`."""
+        """Limit the context of model calls to this number of tokens."""
         self.max_context = tokens
         self._model_calls = self._compose_model_calls()
 
@@ -332,7 +332,7 @@ class ProjectGateway:
         self.shares.is_active = True
 
     def detach_project(self, project: ProjectGateway) -> None:
-        """Undo `attach_project`, because the project was deleted."""
+        """Undo `attach_project` for a project that was deleted."""
         if self.cell is not None:
             self.cell.remove_project(project.store)
         self.stale.others.remove(project.stale)
@@ -369,9 +369,9 @@ class ProjectGateway:
             await asyncio.to_thread(reader.close)
 
     async def end_requests(self) -> None:
-        """End event streams and abort model calls, because the gateway is stopping or the project was deleted.
+        """End event streams and abort model calls. The tokens sampled so far are recorded.
 
-        The tokens sampled so far are recorded.
+        Called before the gateway stops, and after the project has been deleted.
         """
         self.events.close()
         await self.sessions.abort_all_calls()

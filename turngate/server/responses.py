@@ -1,4 +1,4 @@
-"""Stored responses of OpenAI's Responses API: read one, list its input items, delete it.
+"""Routes for stored responses of OpenAI's Responses API: read a response, list its input items, and delete it.
 
 Like model calls, these routes require the session's secret or, if the path names the session, the admin key or an API key with a
 scope for model calls. They serve only the session's own responses.

@@ -1,4 +1,4 @@
-"""Routing: find the dialect, operation and model of a model call from its path."""
+"""Find the dialect, operation and model of a model call from its path."""
 
 from __future__ import annotations
 

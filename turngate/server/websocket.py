@@ -113,7 +113,7 @@ async def refuse_path(scope: Scope, send: Send) -> None:
 
 
 class LatestReplies:
-    """The latest reply of each lane of a connection. Their total size is at most `max_bytes`; the oldest are dropped first."""
+    """The latest replies on a connection, one per lane. Their total size is at most `max_bytes`; the oldest are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -197,7 +197,7 @@ class FrameStream(EventStream):
 
 
 def _explain_rejected_frame(code: int | None) -> TurngateError | None:
-    """Return the error for a disconnect code which means that the server rejected a frame, or None for any other code."""
+    """Return the error if a disconnect code means that the server rejected a frame, or None for any other code."""
     match code:
         case asgi.OVERSIZED_FRAME:
             return TooLarge("the event is larger than the limit (setting max_body_mb)")

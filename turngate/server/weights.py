@@ -1,6 +1,6 @@
 """Routes to pause and resume calls and to update weights, under `/admin/fence` and `/admin/weights`.
 
-They require the admin key. An API key may only read the state of the fence, at which calls wait while they are paused.
+They require the admin key. With an API key, a caller can read only the state of the fence, at which calls wait while they are paused.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.path and self.mode == "hold":
             raise BadRequest(
-                "mode 'hold' cannot be used with path, because calls in flight would continue while their weights change; "
-                "use 'drain' to let them finish, or 'keep' to freeze them",
+                "mode 'hold' cannot be used with path, because calls in flight would continue while the weights change; "
+                "use 'drain' to let the calls finish, or 'keep' to freeze them",
                 param="mode",
             )
         name = self.name.replace("{version}", str(self.version)) if self.lora_path else ""

@@ -1,6 +1,6 @@
 """A session with all its recorded data, in a form that does not depend on a particular store.
 
-`read_session` reads one from a store, and `write_session` adds it to another. Keys, event numbers and node checksums are omitted,
+`read_session` reads a session from one store, and `write_session` adds it to another. Keys, event numbers and node checksums are omitted,
 because they are meaningful only within one store. Node checksums are verified when a session is read.
 """
 
@@ -56,13 +56,13 @@ class ArchivedSession(msgspec.Struct, frozen=True):
 
 
 def read_session(db: StoreConnection, key: int) -> ArchivedSession:
-    """Read a session with everything recorded for it. Call this inside a snapshot.
+    """Read a session with everything recorded for it. This must run inside a snapshot.
 
     Raise `StoreError` if the session was deleted, or if a node does not match its checksum.
     """
     session = db.execute(f"SELECT {_SESSION} FROM sessions WHERE key=?", (key,)).fetchone()
     if session is None:
-        raise StoreError("it was deleted")
+        raise StoreError("the session was deleted")
     nodes = db.execute(f"SELECT {', '.join(NODE_COLUMNS)} FROM nodes WHERE session=? ORDER BY id", (key,)).fetchall()
     for *cells, delivered, checksum in nodes:
         try:

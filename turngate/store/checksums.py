@@ -62,10 +62,10 @@ def key_difference(old: int, new: int) -> int:
 
 
 def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences: Sequence[int]) -> list[int]:
-    """Return the checksums of nodes after their sessions get new keys.
+    """Compute the checksums of nodes under their sessions' new keys, from their old checksums.
 
-    For each node, `sizes` has the number of bytes that its checksum covers after the key, and `differences` has the `key_difference` of its
-    session's old and new key.
+    A node's checksummed data starts with its session's key. For each node, `sizes` has the number of bytes that follow the key, and
+    `differences` has the `key_difference` of the session's old and new keys.
     """
     changes, left = np.array(differences, np.int64), np.array(sizes, np.int64)
     for digit in range(_DIGITS):
@@ -78,7 +78,10 @@ def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences:
 
 
 def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
-    """Return each checksum as if zero bytes were appended to its data. `digits[i]` selects a table, and so the number of zero bytes."""
+    """Return what each checksum would be if zero bytes were appended to its data.
+
+    `digits[i]` selects the table for `checksums[i]`, which determines how many zero bytes are appended.
+    """
     row = digits << 10
     result = tables.take(row + (checksums & 255))
     for byte in (1, 2, 3):

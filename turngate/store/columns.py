@@ -1,6 +1,6 @@
 """Read columns that may be damaged on disk. SQLite stores a value of any type in any column.
 
-`decode_text` returns text that is not UTF-8 as bytes, so the functions below treat it as a value of the wrong type.
+`decode_text` returns text that is not UTF-8 as bytes, so that `as_text` and `as_name` recognize it as damaged.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class EventTable:
     def __init__(
         self, database: Database, on_add: Callable[[StoreConnection, str], None] = lambda db, session: None
     ) -> None:
-        """Use the events table of a database. `add` calls `on_add` with the session of the event, in the same transaction."""
+        """Use the events table of a database. `add` calls `on_add(db, session)` in the transaction that writes the event."""
         self._database = database
         self._writing = database.writing
         self._reading = database.reading
@@ -128,7 +128,7 @@ class EventTable:
         return self._database.change_count()
 
     def prune(self, before: float) -> Iterator[int]:
-        """Remove events older than the time `before`, in short transactions. After each, yield how many events it removed.
+        """Remove events older than the time `before`, in short transactions. After each transaction, yield how many events it removed.
 
         Events of sessions in the outbox are kept. Each transaction starts after the last old event that the previous transaction found. The
         iteration ends when a transaction finds no old event.
@@ -144,7 +144,10 @@ class EventTable:
             after = last
 
     def last_pruned(self) -> int:
-        """Return the highest number of an event that `prune` removed, or 0. A reader that has not read up to it has missed events."""
+        """Return the highest number of an event that `prune` removed, or 0.
+
+        A reader that has not read up to this number has missed events.
+        """
         with self._reading() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
         return 0 if row is None else int(row[0])

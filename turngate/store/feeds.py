@@ -256,9 +256,9 @@ class FeedLog:
             db.execute("DELETE FROM feeds WHERE key=?", (feed,))
 
     def add_report(self, feed: int, report: str, result: str, event: NewEvent) -> str | None:
-        """Store the result of a trainer's report, and write the report's event. Return None. `report` is the report's id.
+        """Store the result of a trainer's report, and write the report's event. `report` is the report's id.
 
-        If a report with this id is already stored, write nothing, and return the stored result.
+        Return None. If a report with this id is already stored, write nothing, and return the stored result instead.
         """
         name = f"{_REPORTS}{feed}"
         with self._writing() as db:
@@ -275,7 +275,7 @@ class FeedLog:
     # ── recording ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def enter(self, db: StoreConnection, entries: Sequence[NewEntry]) -> list[NewEvent]:
-        """Add outcomes to every feed that accepts their groups. Call this in the transaction that records or replaces the outcomes.
+        """Add outcomes to every feed that accepts their groups. This must run in the transaction that records or replaces the outcomes.
 
         Return the events that announce the newly completed groups. The caller must write these events.
         """
@@ -326,7 +326,7 @@ class FeedLog:
         ]
 
     def take_over(self, name: str) -> FeedRow | None:
-        """Give the feed a new reader token, so that the previous reader can no longer use it. Return None if the feed does not exist."""
+        """Give a feed a new reader token, which locks out the previous reader. Return the feed, or None if it does not exist."""
         with self._writing() as db:
             db.execute("UPDATE feeds SET reader=? WHERE name=?", (secrets.token_hex(12), name))
             return _find(db, name)
@@ -400,7 +400,7 @@ def _add_entries(db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Seque
 def _find_entries(
     db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Sequence[NewEntry]
 ) -> dict[int, list[FeedEntry]]:
-    """Return the existing entries that new ones may affect, by feed key.
+    """Return the existing entries that the new entries may affect, by feed key.
 
     These are the entries of the same incomplete groups, the same sessions and the same rollouts.
     """
@@ -451,9 +451,9 @@ def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
 
 
 def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recorded: float) -> None:
-    """Turn the waiting rollouts of a group into a delivery if the group was closed before the next outcome.
+    """Turn the waiting rollouts of a group into a delivery if the group was closed before its next outcome.
 
-    That is, the group was closed after these rollouts were recorded and before the time `recorded`.
+    That is, the group was closed after these rollouts were recorded and before `recorded`, the time of the next outcome.
     """
     query = f"SELECT 1 FROM closed_groups WHERE team=? AND closed<? AND {_BEFORE_OPENING} AND closed>={_LAST_WAITING}"
     if group and db.execute(query, (group, recorded, feed.key, feed.key, group)).fetchone() is not None:

@@ -28,7 +28,7 @@ _decoder = msgspec.json.Decoder(_OldConfig)
 
 
 def prepare_upgrade(db: sqlite3.Connection, version: int) -> None:
-    """Add the columns that existing tables lack. Runs before missing tables and indexes are created."""
+    """Add the columns that existing tables lack. This runs before missing tables and indexes are created."""
     if BEFORE_FEEDS < version <= BEFORE_ATTEMPTS:
         columns = [name for _, name, *_ in db.execute("PRAGMA table_info(rolled)").fetchall()]
         if "rollout" not in columns:

@@ -129,7 +129,7 @@ class Outcomes:
         return self.read([session]).get(session)
 
     def read(self, keys: Sequence[int]) -> dict[int, RecordedOutcome | DamagedOutcome]:
-        """Return the outcomes of the sessions with these keys, by key. A damaged one becomes a `DamagedOutcome`."""
+        """Return the outcomes of the sessions with these keys, by key. A damaged outcome becomes a `DamagedOutcome`."""
         found: dict[int, RecordedOutcome | DamagedOutcome] = {}
         for start in range(0, len(keys) if self._has_tables else 0, _MAX_VALUES):
             chunk = tuple(keys[start : start + _MAX_VALUES])

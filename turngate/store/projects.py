@@ -1,4 +1,4 @@
-"""Projects and their API keys, in the gateway's main store. The sessions of each project are in a store of their own."""
+"""Projects and their API keys, in the gateway's main store. Each project except `default` keeps its sessions in a separate store."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def change(self, name: str, weight: float | None, quotas: Quotas | None, entry: NewAuditEntry) -> None:
-        """Change the weight or the quotas of a project, or both. None means no change."""
+        """Change the weight or the quotas of a project, or both. None leaves the current value unchanged."""
         with self._writing() as db:
             if name == DEFAULT_PROJECT:
                 first = (name, time.time(), 1.0, msgspec.json.encode(Quotas()))
@@ -153,7 +153,7 @@ class ProjectTable:
             self._drop_store(db, name)
 
     def _drop_store(self, db: StoreConnection, name: str) -> None:
-        """Remove a project's store if it is in the same database. If it is a folder, the gateways that use it remove it."""
+        """Remove a project's store if it is in this database. A store that is a folder is removed by the gateways that use it."""
 
     def list_deleted(self) -> frozenset[str]:
         """Return the names of deleted projects."""
@@ -228,7 +228,7 @@ def unknown_project(name: str) -> NotFound:
 def locate_project(data: str, project: str) -> str:
     """Return the location of a project's store, as a value for `--data`.
 
-    It is a folder or an address below that of the main store. The project `default` uses the main store itself.
+    The project `default` uses the main store, `data`. For other projects, `projects/NAME` is appended to the folder or the URL's path.
     """
     if project == DEFAULT_PROJECT:
         return data

@@ -31,7 +31,7 @@ _FILE_BYTES = 256_000_000  # no session is added to a file that has reached this
 
 
 class PruneResult(msgspec.Struct):
-    """The result of a run: how many sessions were removed and kept or, after a dry run, would be removed and kept."""
+    """The result of a run: how many sessions it removed and kept. After a dry run: how many a real run would remove and keep."""
 
     removed: int = 0  # sessions
     archived: int = 0  # sessions that this run wrote to the archive
@@ -49,8 +49,8 @@ def prune(
 ) -> PruneResult:
     """Remove the sessions that ended before the time `before` and are no longer needed.
 
-    With `archive`, a session is removed only once it is in the archive. A damaged session cannot be archived, so it is kept. Cached
-    teacher scores of removed sessions are removed too, and are not archived.
+    With `dry_run`, only count these sessions. With `archive`, a session is removed only once it is in the archive. A damaged session
+    cannot be archived, so it is kept. Cached teacher scores of removed sessions are removed too, and are not archived.
     """
     files = None if archive is None else SessionArchive(archive)
     with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:
@@ -68,7 +68,7 @@ def prune(
 
 
 def locate_archive(archive: Path | None, project: str) -> Path | None:
-    """Return the folder in the archive for the sessions of a project, or None if `archive` is None."""
+    """Return the folder for the archived sessions of a project, or None if `archive` is None."""
     return archive if archive is None or project == DEFAULT_PROJECT else archive / "projects" / project
 
 
@@ -143,7 +143,7 @@ class _Pruner:
 def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> tuple[int, int]:
     """Add the sessions of an archive to a store, oldest file first: all of them, or those with the given ids.
 
-    Return how many were added, and how many the store already had. If several files contain a session, the newest file is used.
+    Return how many were added, and how many the store already had. If several files contain a session, it is read from the newest one.
     """
     files, added, had = SessionArchive(archive), 0, 0
     wanted, last = set(sessions), {name: file for file in files.files() for name in files.list_ids(file)}

@@ -1,6 +1,6 @@
-"""Queries about many rollouts at once. They do not read traces.
+"""Queries for lists and statistics of rollouts. They do not load traces.
 
-They read only tables that are written anyway, so they add no cost to a turn. The database computes the sums, so other Python threads can
+They read only tables that are written anyway, so they add no cost to a turn. The database sums up the events, so other Python threads can
 run meanwhile.
 """
 
@@ -157,7 +157,7 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of sessions with events numbered above `after`, at most `limit` + 1 of them.
+        """Return the ids of at most `limit` + 1 sessions that have events numbered above `after`.
 
         Only the first 20,000 of these events are read.
         """
@@ -176,7 +176,7 @@ class RolloutQueries:
         return [RawEvent(n, as_number(at), as_name(of), as_text(kind), as_blob(data)) for n, at, of, kind, data in rows]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
-        """Count turns, tokens and outcomes in intervals of `seconds`, from the oldest event on."""
+        """Count turns, sampled tokens and outcomes per interval of `seconds` seconds. Empty intervals are omitted."""
         query = (
             f"SELECT CAST(time/? AS INTEGER), sum({_TURNS}),"
             f" sum({_TOKENS}), sum(kind='outcome')"
@@ -205,7 +205,7 @@ class RolloutQueries:
         return TurnTotals(turns, tokens, first, last)
 
     def versions(self, key: int) -> tuple[int, int] | None:
-        """Return the policy versions at the start of the first turn and at the end of the last.
+        """Return the policy versions at the start of the first turn and at the end of the last turn.
 
         Return None if the session has no turns, or if the first or the last turn is damaged.
         """

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class StoreReader:
-    """A thread that runs long reads one at a time. Call `close` when the gateway stops."""
+    """A thread that runs long reads one at a time. Call `close` to end it."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -26,7 +26,7 @@ class StoreReader:
         self.closed = False
 
     async def run(self, work: Callable[[Store], T]) -> T:
-        """Call `work` with the store in the thread, and return its result."""
+        """Call `work(store)` in the thread, and return its result."""
         self._require_open()
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run_in_thread, work)
 

@@ -1,4 +1,4 @@
-"""Record that a store was restored from an older backup, so that no session is trained on twice.
+"""Record that a store was restored from a backup, so that no session is trained on twice.
 
 Each restore starts a new *history* of the store, with a random name. A delivery number from an earlier history means the same delivery only
 up to the newest number in the backup. Sessions that a cell ships again may already have been trained on. Feeds therefore deliver them
@@ -77,12 +77,12 @@ class RestoreLog:
         return None if row is None else int(row[0])
 
     def is_unconfirmed(self, feed: int) -> bool:
-        """Return whether the restore may have lost commits of the feed."""
+        """Return whether a restore may have lost commits of the feed."""
         with self._reading() as db:
             return db.execute("SELECT 1 FROM unconfirmed_feeds WHERE feed=?", (feed,)).fetchone() is not None
 
     def confirm(self, feed: int) -> None:
-        """Record that a trainer has reopened the feed at its own position, so lost commits no longer matter."""
+        """Record that a trainer has reopened the feed at the position of its checkpoint, so lost commits no longer matter."""
         with self._writing() as db:
             db.execute("DELETE FROM unconfirmed_feeds WHERE feed=?", (feed,))
 

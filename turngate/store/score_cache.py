@@ -48,7 +48,7 @@ _REMOVE_BUSY_S = 1.0  # a gateway may be waiting
 
 
 class ScoreKey(msgspec.Struct, frozen=True):
-    """Identifies the teacher that computed the scores, and the number of most likely tokens scored at each position."""
+    """The teacher that computed the scores, and the number of most likely tokens scored at each position."""
 
     model: str
     version: str
@@ -64,7 +64,10 @@ class CachedScores(msgspec.Struct, frozen=True, eq=False):
 
 
 def digest_turns(ids: Ids, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Return a digest for each turn of a row. It covers all ids up to the turn's end, and the turn's length. `spans` must be sorted."""
+    """Return a digest for each turn of a row. `spans` has the start and end of each turn, and must be sorted.
+
+    Each digest covers all ids up to the turn's end, and the turn's length.
+    """
     digests, known, at = [], hashlib.blake2b(digest_size=16), 0
     data = np.ascontiguousarray(ids, np.dtype(ID_DTYPE).newbyteorder("<"))
     for start, end in spans:
@@ -77,7 +80,7 @@ def digest_turns(ids: Ids, spans: Sequence[tuple[int, int]]) -> list[bytes]:
 
 
 class ScoreCache:
-    """The cache in one file, or in memory if `path` is None. Threads can share it."""
+    """A score cache in one file, or in memory if `path` is None. Threads can share it."""
 
     def __init__(self, path: Path | None, *, busy_s: float = _BUSY_S) -> None:
         self._path = path
@@ -127,7 +130,7 @@ class ScoreCache:
         )
 
     def write(self, key: ScoreKey, session: str, scores: Iterable[tuple[bytes, CachedScores]]) -> None:
-        """Write the scores of turns in one transaction. They replace scores of the same turns, which may be damaged."""
+        """Write the scores of turns in one transaction. Existing scores of these turns are replaced, as they may be damaged."""
         rows = []
         for turn, found in scores:
             arrays = ((found.logprobs, "<f4"), (found.top_ids, "<i4"), (found.top_logprobs, "<f4"))
@@ -187,7 +190,10 @@ def remove_scores(path: Path, session: str) -> None:
 
 
 def _remove(path: Path, is_removed: Callable[[str], bool]) -> None:
-    """Remove the scores of some sessions. If the cache stays in use for too long, leave them to `remove_orphans`."""
+    """Remove the scores of sessions for which `is_removed` is true. If the cache is locked or damaged, only log a warning.
+
+    A later `remove_orphans` then removes these scores.
+    """
     if not path.is_file():
         return
     try:

@@ -58,7 +58,7 @@ class SessionArchive:
     def __init__(self, folder: Path) -> None:
         if find_spec("pyarrow") is None:
             raise ConfigError(
-                "archive: a Parquet archive requires pyarrow; run pip install 'turngate[parquet]'", param="archive"
+                "archive: a Parquet archive requires pyarrow; run `pip install 'turngate[parquet]'`", param="archive"
             )
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"archive: {folder} is a file; pass a folder", param="archive")
@@ -175,7 +175,10 @@ class SessionArchive:
         return ids
 
     def read(self, file: Path) -> Iterator[ArchivedSession]:
-        """Read the sessions of a file. Raise `ConfigError` if it cannot be read as an archive, and `StoreError` if a session is damaged."""
+        """Read the sessions of a file.
+
+        Raise `ConfigError` if the file is not a readable archive, and `StoreError` if a session is damaged.
+        """
         with self._open(file) as opened:
             for number in range(opened.num_row_groups):
                 for record in opened.read_row_group(number).to_pylist():

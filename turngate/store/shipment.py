@@ -91,7 +91,7 @@ class Shipment(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """The size of the session's rows in bytes."""
+        """The approximate size of the session's rows in bytes."""
         rows = chain.from_iterable(chain.from_iterable(self.others.values()))
         others = sum(len(cell) for cell in rows if isinstance(cell, (bytes, str)))
         return self.trace.size + sum([len(event[3]) for event in self.events]) + others

@@ -56,7 +56,7 @@ class SideDataTable:
     def load(self, session: Session, names: Collection[str] | None = None) -> dict[int, list[SideArray]]:
         """Load a session's side data, by node id.
 
-        With `names`, load only the side data with these names. Raise `StoreError` if it is damaged.
+        With `names`, load only the side data with these names. Raise `StoreError` if the side data is damaged.
         """
         due = {
             (turn.id, side.name, side.first): side
@@ -137,7 +137,7 @@ def _checksum(node: int, name: str, first: int, dtype: str, shape: str, data: by
 def _join_pieces(
     due: Mapping[tuple[int, str, int], SideRange], rows: Sequence[tuple[Any, ...]]
 ) -> dict[int, list[SideArray]]:
-    """Join stored pieces into the arrays that turns list in their info. Raise `_DamagedPiece` if one is damaged or missing."""
+    """Join stored pieces into the arrays that turns list in their info. Raise `_DamagedPiece` if a piece is damaged or missing."""
     pieces = {row[:3]: row for row in rows}
     found: dict[int, list[SideArray]] = {}
     for (node, name, first), side in due.items():

@@ -307,6 +307,6 @@ class _Transaction:
 
 def _write_error(error: sqlite3.Error) -> StoreError:
     return StoreError(
-        f"cannot write to the store ({error}); check the disk and the permissions of the data folder. A turn that cannot be recorded is "
-        "not delivered"
+        f"cannot write to the store ({error}); check the disk and the permissions of the data folder (a turn that cannot be recorded is "
+        "not delivered)"
     )

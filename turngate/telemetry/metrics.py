@@ -267,7 +267,7 @@ class Histogram:
 
 
 class MetricSeries(msgspec.Struct, frozen=True):
-    """The value of a metric for one set of labels. For a histogram, `value` is the sum and `counts` the buckets."""
+    """The value of a metric for one set of labels. For a histogram, `value` is the sum, and `counts` has the count of each bucket."""
 
     labels: Labels
     value: float

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of rollouts, stages, turns and engine calls. Disabled by default; OpenTelemetry is imported only when enabled.
+"""OpenTelemetry spans of rollouts, stages, turns and engine calls. Spans are off by default; OpenTelemetry is imported only if they are on.
 
     rollout                     recorded by the runner
       stage sandbox …
-      invoke_agent NAME         the agent's run, from opening the session to copying its work
+      invoke_agent NAME         the agent's run, from opening the session to copying the agent's work
         stage session, launch, agent, seal …
         chat MODEL              a turn, recorded by the gateway
           text_completion MODEL the engine call
@@ -66,7 +66,7 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> Rollout
         _current = RolloutTracer(service, exporter)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"spans need {error.name}, which is not installed; run: pip install 'turngate[otel]'", param="spans"
+            f"spans need {error.name}, which is not installed; run `pip install 'turngate[otel]'`", param="spans"
         ) from None
     return _current
 
@@ -133,7 +133,7 @@ class RolloutTracer:
         )
 
     def start_turn(self, session: str, metadata: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
-        """Start the span of a turn. Its parent is in the session's metadata. A `model` that does not look like a name is left out."""
+        """Start the span of a turn. The parent span is in the session's metadata. A `model` that does not look like a name is left out."""
         model = model if _MODEL_NAME.fullmatch(model) else ""
         parent = metadata.get(TRACEPARENT)
         operation = _OPERATIONS.get(dialect, "chat")
@@ -175,7 +175,7 @@ class RolloutTracer:
 
 
 class Span:
-    """A span that has been started. Only the first call of `end` has an effect."""
+    """A span that has been started. Only the first call to `end` has an effect."""
 
     def __init__(self, tracer: RolloutTracer, span: OtelSpan) -> None:
         self._tracer = tracer

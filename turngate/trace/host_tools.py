@@ -49,7 +49,7 @@ class ArgumentChecker(Protocol):
 
 
 def check_tools(tools: tuple[HostTool, ...]) -> None:
-    """Validate the host tools of a session. Raise `BadRequest`, with the name of the field, if one is invalid."""
+    """Validate the host tools of a session. Raise `BadRequest`, with the name of the field, if a tool is invalid or there are too many."""
     if len(tools) > MAX_TOOLS:
         raise BadRequest(f"tools has {len(tools)} entries, but a session may have at most {MAX_TOOLS}", param="tools")
     names = [tool.name for tool in tools]
@@ -82,9 +82,9 @@ def _check_schema(schema: dict[str, Json], field: str) -> None:
 
 
 def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
-    """Build a function that checks arguments against a schema. Its `BadRequest` names the invalid argument.
+    """Build a function that checks arguments against a schema. The `BadRequest` that it raises names the invalid argument.
 
-    A `$ref` to another document is not fetched.
+    A `$ref` to another document is not followed, so arguments that depend on it are rejected.
     """
     import jsonschema
     from jsonschema.exceptions import best_match

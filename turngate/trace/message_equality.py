@@ -2,7 +2,7 @@
 
 Agents rewrite their history. They change the whitespace or the key order of arguments, replace "" with `null` or a standard text, trim
 text, turn strings into parts, rename call ids and drop reasoning. None of that changes the meaning. `RequestMessages` decodes the messages
-of one request, and computes digests of their meaning, only when they are needed.
+of one request, and computes digests of their meaning, only when needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare the log-probabilities that a trainer computes with those that the engine reported when it sampled the tokens.
 
 For each trained token, d = log-probability under the trainer's current weights − recorded log-probability, and exp(d) is its importance
-ratio. Tokens are grouped by lag: how many policy versions lie between the weights that sampled them and the trainer's weights.
+ratio. Tokens are grouped by lag: by how many policy versions the trainer's weights are newer than those that sampled the token.
 
     lag 0   the weights are the same, so d is the mismatch between engine and trainer and should be 0
     lag n   d also contains n policy updates
@@ -62,16 +62,16 @@ class MismatchAlarm(msgspec.Struct, frozen=True):
 
 
 class MismatchMeter:
-    """Collects d over the rows of an update."""
+    """Collects d, the trainer's log-probability minus the recorded one, for the trained tokens of an update."""
 
     def __init__(self) -> None:
         self._differences: list[np.ndarray] = []
         self._lags: list[np.ndarray] = []
 
     def add(self, trainer: np.ndarray, recorded: np.ndarray, versions: np.ndarray, version: int) -> None:
-        """Add tokens. `version` is the version of the weights with which the trainer computed its log-probabilities.
+        """Add tokens with their log-probabilities: those that the trainer computed, and those that were recorded.
 
-        `versions` has the version that sampled each token, or `UNKNOWN_VERSION`.
+        `version` is the version of the trainer's weights. `versions` has the version that sampled each token, or `UNKNOWN_VERSION`.
         """
         if not trainer.shape == recorded.shape == versions.shape:
             found = f"length {len(trainer)}" if trainer.ndim == 1 else f"the shape {trainer.shape}"
@@ -116,7 +116,7 @@ def _summarize_lag(lag: int | None, differences: np.ndarray) -> LagMismatch:
 
 
 def check_lags(lags: Sequence[LagMismatch]) -> None:
-    """Raise `BadRequest`, which names the field, if a report contradicts itself."""
+    """Raise `BadRequest`, with the name of the field, if the lags of a report are empty or inconsistent."""
     if not lags:
         raise BadRequest("lags is empty; report at least one lag", param="lags")
     seen = [one.lag for one in lags]

@@ -5,7 +5,7 @@
     row 2:  A E                       └──► E
 
 Each segment follows its parent in the rows. The segments are in depth-first order, so the tokens that may attend to a token are one range:
-from the token itself to the end of the last segment below it. No I/O.
+from the token itself to the end of its segment's subtree. No I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_NODES = 2**32  # of a trace
 
 
 class RowRange(msgspec.Struct, frozen=True):
-    """Tokens that one or more rows share, as a range of the tokens of one of these rows."""
+    """Tokens that one or more rows contain, as a range of the tokens of one of these rows."""
 
     row: int
     start: int
@@ -63,7 +63,10 @@ class PrefixLayout(msgspec.Struct, frozen=True):
 
 
 def find_attended_until(starts: Sequence[int], parents: Sequence[int | None]) -> np.ndarray:
-    """Return, for each token of segments in depth-first order, the end of the last segment that may attend to it."""
+    """Return, for each token, the end of the range of tokens that may attend to it.
+
+    `starts` and `parents` describe the segments, in depth-first order. `starts` also ends with the total number of tokens.
+    """
     ends = list(starts[1:])
     for index in reversed(range(len(ends))):
         parent = parents[index]
@@ -73,7 +76,7 @@ def find_attended_until(starts: Sequence[int], parents: Sequence[int | None]) ->
 
 
 class _Node:
-    """A node of the tree while it grows."""
+    """A node of the tree while the tree is being built."""
 
     __slots__ = ("children", "end", "parent", "row", "start")
 
@@ -198,7 +201,7 @@ class RowPath(msgspec.Struct, frozen=True):
 
 
 class PrefixTree(msgspec.Struct, frozen=True, eq=False):
-    """The rows of one or more rollouts as a tree. Each array has one value per token of all segments, in their order."""
+    """The rows of one or more rollouts as a tree. Each array has one value per token, in the order of the segments."""
 
     ids: Ids
     positions: np.ndarray
@@ -445,7 +448,7 @@ def _check_segments(tree: PrefixTree) -> None:
                 f"{where}.position must be {first}, and the positions of its tokens must count up from there",
             )
         if segment.attends != list_attended(tree.segments, segment.parent):
-            raise InvalidTree("segments", f"{where}.attends must be the tokens of its ancestors")
+            raise InvalidTree("segments", f"{where}.attends must be the ranges of its ancestors' tokens")
         trained = segment.turn is not None and segment.turn.trained_in is not None
         if (tree.mask[segment.start : segment.end] != trained).any():
             raise InvalidTree("mask", f"mask must be {str(trained).lower()} for all tokens of {where}")
@@ -463,7 +466,7 @@ def _check_rows(tree: PrefixTree) -> None:
         above = None
         for index in row.segments:
             if not 0 <= index < len(tree.segments) or tree.segments[index].parent != above:
-                raise InvalidTree("rows", f"rows[{number}].segments is not a path from the root")
+                raise InvalidTree("rows", f"rows[{number}].segments is not a path from a root")
             above = index
         if above is None:
             raise InvalidTree("rows", f"rows[{number}].segments is empty")

@@ -44,11 +44,11 @@ def take_excerpts(message: Message) -> tuple[str, ...]:
 
 
 def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
-    """Return the ids of the turns that the messages from index `start` on quote, oldest first.
+    """Return the ids of the turns quoted by the messages from index `start` on, oldest first.
 
     If `parent` is None, the conversation is new. It may quote any of the newest turns, but not in a tool result, which may repeat the tool
-    call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations have added since then
-    are considered. An assistant message that repeats a turn also counts as a quotation, except in a new conversation that starts in the
+    call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations added after it are
+    considered. An assistant message that repeats a turn also counts as a quotation, except in a new conversation that starts in the
     same way as the turn's own conversation.
     """
     candidates = _list_candidates(trace, parent)
@@ -66,7 +66,7 @@ def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, 
 
 
 def has_same_start(root: Context, request: RequestMessages) -> bool:
-    """Return whether a conversation has the same tools and the same first message, usually the system prompt, as a request."""
+    """Return whether a conversation and a request have the same tools and the same first message, which is usually the system prompt."""
     return root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == request.meaning(0)
 
 

@@ -377,9 +377,9 @@ class _Structure:
     def _is_beside_main(self, root: Context) -> bool:
         """Return whether a short answer is clearly not part of the main conversation.
 
-        This is the case if the main conversation has tools, several turns, or much more text. If both answer the same question, only their
-        order counts: an earlier answer is not part of the main conversation, but a later one may be the real answer, because the main
-        conversation might only check the user's input.
+        This is the case if the main conversation has tools or several turns. Otherwise, if both answer the same question, their order
+        decides: an earlier answer is not part of the main conversation, but a later one may be the real answer, because the main
+        conversation might only check the user's input. If the questions differ, the main conversation must have much more text.
         """
         main = self._main
         if main is None:

@@ -23,7 +23,7 @@ NEEDS_MASK = "trained only with its sampling mask: "
 
 
 class _Temperature(msgspec.Struct, frozen=True):
-    """The temperature among recorded sampling parameters. Others are ignored, including those that only newer versions of Turngate know."""
+    """The temperature among recorded sampling parameters. The others are ignored, even those unknown to this version of Turngate."""
 
     temperature: float = NEUTRAL.temperature
 
@@ -95,7 +95,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         return list_token_versions(len(self.ids), self.spans)
 
     def with_side(self, columns: Mapping[str, SideColumn]) -> Sample:
-        """Return the row with more side data."""
+        """Return a copy of the row with these columns added to its side data."""
         return msgspec.structs.replace(self, side={**self.side, **columns})
 
 
@@ -109,8 +109,8 @@ def build_samples(
 ) -> list[Sample]:
     """Build one row per branch. Branches without trained tokens are omitted unless `keep_empty` is set.
 
-    `side` is the side data to add to the rows, by node id. Turns that need their sampling masks are trained only if it includes the masks,
-    or if `masks` is set because the trainer receives them in another way.
+    `side` is the side data to add to the rows, by node id. Turns that need their sampling masks are trained only if `side` includes the
+    masks, or if `masks` is set because the trainer receives them in another way.
     """
     policy = policy or TrainingPolicy()
     role_of = assign_roles(trace)

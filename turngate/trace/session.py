@@ -71,7 +71,7 @@ class EngineSilence:
 
 
 def limit_message(limit: str) -> str:
-    """Return the text that answers a call made after a limit was reached. It was not sampled, so the trace does not record it."""
+    """Return the text that answers a call made after a limit was reached. The text is not sampled, so the trace does not record it."""
     return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
 
 
@@ -182,7 +182,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a model call or a host-tool call is in flight, or a request is waiting until the trace is loaded."""
+        """Whether a model call or a host-tool call is in flight, or a request is waiting for the trace to be loaded."""
         return bool(self.in_flight or self.pending_tool_calls or self.waiting_for_trace)
 
     def evict(self, load_trace: Callable[[], Trace]) -> None:
@@ -199,7 +199,7 @@ class Session:
         self._trace = trace
 
     def outdate_load(self) -> None:
-        """If the evicted trace is being loaded, have it loaded again. Call this when the stored trace changes."""
+        """Mark a load of the evicted trace as out of date, so that it is repeated. This is needed whenever the stored trace changes."""
         self.revision += 1
 
     def count_turn(self, turn: Sampled) -> None:

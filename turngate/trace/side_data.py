@@ -2,7 +2,7 @@
 
 The prompt of each call contains the tokens of the calls before it, so engines report values for the same tokens again. A turn stores only
 the values of those prompt and reply tokens that have no value yet on the turn's path. So each token on a path has at most one value, from
-the first call that reported it. Missing values are never filled in. No I/O.
+the first call that reported it. Missing values are filled in only by `SideColumn.fill`. No I/O.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
         return SideColumn(tuple(spans), parts[1] if len(parts) == 2 else concatenate_values(parts))
 
     def fill(self, tokens: int, missing: float, dtype: str = "") -> np.ndarray:
-        """Return an array of `tokens` values, with `missing` for tokens without a value. Only for trainers that require such an array.
+        """Return an array of `tokens` values, with `missing` for tokens without a value.
 
         The values must not be lists.
         """
@@ -93,7 +93,7 @@ def decode_values(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) 
 
 
 class InvalidSideData(ValueError):
-    """Side data cannot be recorded: its name, type or shape is invalid, or it has values for tokens that do not exist."""
+    """Side data cannot be recorded, because its name, type, shape or token range is invalid."""
 
 
 class _Range(NamedTuple):
@@ -102,7 +102,7 @@ class _Range(NamedTuple):
 
 
 def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | None, prompt: int) -> list[SideArray]:
-    """Return the arrays that a call has so far, `known`, with `array` appended. Raise `InvalidSideData` if `array` is invalid.
+    """Return `known`, the arrays that a call has so far, with `array` appended. Raise `InvalidSideData` if `array` is invalid.
 
     `parent` is the turn that the call continues. `prompt` is the number of tokens in the call's prompt.
     """
@@ -158,7 +158,7 @@ def _check_same_kind(array: SideArray, kinds: Iterable[tuple[str, tuple[int, ...
 
 
 def select_new(arrays: Sequence[SideArray], parent: Sampled | None, prompt: int, reply: int) -> list[SideArray]:
-    """Return the parts of a call's arrays that its turn stores: the values of tokens that have none yet on the turn's path.
+    """Return the parts of a call's arrays that its turn stores: the values of tokens without a value on the turn's path.
 
     `prompt` and `reply` are token counts. The gateway may have cut the reply short; values after its end are dropped.
     """
@@ -188,7 +188,7 @@ def _merge(arrays: Sequence[SideArray]) -> list[SideArray]:
 
 
 def list_ranges(node: Sampled | None, name: str) -> list[tuple[int, int, SideRange]]:
-    """Return the start and end of each range of tokens on the path to `node` that have a value. Both are counted from the root."""
+    """Return (start, end, range) for each range of tokens with values on the path to `node`. Start and end are counted from the root."""
     found = []
     for turn in path_to(node):
         if isinstance(turn, Sampled) and turn.info.side:

@@ -1,7 +1,7 @@
 """Signals in an agent's requests: which conversation a call belongs to, and what it is for.
 
-Each agent's description (`agents/catalog/*.toml`) lists the sources to read, and each session has a copy in its settings. For roles and
-fork causes, signals take precedence over the structure of the trace. A source is one of:
+Each agent's description (`agents/catalog/*.toml`) lists the sources to read, and each session's settings contain a copy of this list. For
+roles and fork causes, signals take precedence over the structure of the trace. A source is one of:
 
     header:NAME            a header's value
     header:NAME.PATH       a value inside a header that contains JSON

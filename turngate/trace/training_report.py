@@ -1,7 +1,7 @@
 """Report how much of a rollout is trained. If that is little, also report why and what to change. No I/O.
 
-A rollout is expected to train the turns of its main conversation. If fewer than half of the tokens that these turns sampled are trained,
-the rollout trains "few" tokens, and the report gives the reason that affects the most tokens.
+The turns of a rollout's main conversation are expected to be trained. If fewer than half of their tokens are trained, the amount is "few"
+(or "none"), and the report gives the reason that affects the most tokens.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _explain_reason(reason: str) -> tuple[str, str]:
         return _explain_bias(reason.removeprefix(_BIASED))
     if reason.startswith(NEEDS_MASK):
         return (
-            f"are {reason}",
+            f"are trained only with their sampling masks ({reason.removeprefix(NEEDS_MASK)})",
             "request the side data sampling_mask, with FeedConfig(side=…) or `turngate export rows --side sampling_mask`",
         )
     if reason.startswith("captured as "):
@@ -150,7 +150,7 @@ def _explain_reason(reason: str) -> tuple[str, str]:
         )
     if "log-probabilities" in reason:
         return (
-            f"cannot be trained ({reason})",
+            f"are untrainable ({reason})",
             "make the engine return log-probabilities; `turngate doctor` checks whether it does",
         )
     if reason.startswith("role "):

@@ -98,14 +98,14 @@ def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> N
             raise _invalid(
                 "",
                 f"of kind 'part' must add up to the reward: their sum is {total:.9g}, the reward is {reward:.9g}, and the "
-                f"difference is {total - reward:.9g}; use kind 'extra' for rewards that count in addition to it",
+                f"difference is {total - reward:.9g}; use kind 'extra' for rewards that count in addition to the reward",
             )
 
 
 def resolve_turn_rewards(
     rewards: Sequence[TurnReward], turns: Iterable[TurnRecord], calls: Iterable[ToolCallRecord] = ()
 ) -> tuple[TurnReward, ...]:
-    """Return the rewards with `turn` set. Raise `BadRequest`, with the name of the field, if one does not belong to a turn.
+    """Return the rewards with `turn` set. Raise `BadRequest`, with the name of the field, if a reward does not belong to a turn.
 
     `check_turn_rewards` must have accepted the rewards.
     """

@@ -78,7 +78,7 @@ class VerifierProcess:
         )
 
     def close(self) -> None:
-        """Kill the process immediately, and never restart it. This does not wait for a verdict."""
+        """Kill the process immediately, without waiting for a verdict, and never restart it."""
         self._closed = True
         self._kill_process()
 

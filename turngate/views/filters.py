@@ -89,7 +89,7 @@ GROUP_SORT_KEYS: Mapping[str, Callable[[GroupRow], Json]] = {
 def sort_by(
     items: list[Json], order: str, keys: Mapping[str, Callable[[Json], Json]], tie: Callable[[Json], str]
 ) -> list[Json]:
-    """Sort items by the key that `order` names, in descending order if the name starts with `-`.
+    """Sort items by the key that `order` names, in descending order if `order` starts with `-`.
 
     Items without a value come last in both directions. `tie` orders items with equal values, so that pages do not overlap.
     """

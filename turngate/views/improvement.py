@@ -1,4 +1,4 @@
-"""How rewards changed during training: by kind of task, and for the task that improved most, with a rollout before and one after.
+"""How rewards changed during training, by kind of task and for the most improved task (with one rollout from before and one from after).
 
 The policy versions at which graded rollouts started are split into thirds. "Before" is the first third, and "after" is the last one.
 """
@@ -37,7 +37,7 @@ FindRollouts = Callable[[str, int], Sequence[RewardedRollout]]
 
 
 def summarize_improvement(totals: Collection[RewardTotal], find_rollouts: FindRollouts) -> dict[str, Json] | None:
-    """Compare the rewards before and after, as described at the top of this module. Return None if there are fewer than two versions."""
+    """Compare rewards between the first and the last third of the policy versions. Return None if there are fewer than two versions."""
     versions = sorted({total.version for total in totals})
     if len(versions) < 2:
         return None
@@ -70,8 +70,8 @@ def _choose_example(
 ) -> dict[str, Json] | None:
     """Return the task whose mean reward rose most, with one rollout each from the first and the last policy version at which it was run.
 
-    The chosen rollouts are those whose rewards are closest to the means before and after. Ties are resolved in favor of the first task by
-    name and of the oldest rollout. Return None if no mean rose, or if the rollouts were deleted in the meantime.
+    The chosen rollouts are those whose rewards are closest to the means before and after. In a tie, the task that is first in
+    alphabetical order and the oldest rollout are chosen. Return None if no mean rose, or if the rollouts were deleted in the meantime.
     """
     early, late = _group(before, lambda total: total.task), _group(after, lambda total: total.task)
     gains = [

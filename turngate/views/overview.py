@@ -187,7 +187,7 @@ def explain_no_retry(row: RolloutRow, damage: str, find_last_attempt: Callable[[
 def explain_no_members(name: str, *, is_known: bool) -> str:
     """Return the error message for a group in which no rollout has a session."""
     if is_known:
-        return f"no rollout of group {name[:200]!r} has a session yet; try again after one has started"
+        return f"no rollout of group {name[:200]!r} has a session yet; try again after a session has started"
     return f"unknown group {name[:200]!r}; pass the name of a recorded group"
 
 
@@ -197,7 +197,7 @@ def show_group(
     trains: Mapping[int, bool],
     deliveries: Iterable[DeliveryRecord],
 ) -> dict[str, Json]:
-    """Describe a group. `members` are its rollouts with the keys of their sessions, oldest first. See `Overview.group` for `trains`."""
+    """Describe a group. `members` contains its rollouts and the keys of their sessions, oldest first. See `Overview.group` for `trains`."""
     rows = [row for row, _ in members]
     # As in a feed, the reward of a rollout without trainable tokens does not count.
     counted = [row.counted_reward if trains.get(key, row.sampled_tokens > 0) else None for row, key in members]

@@ -29,7 +29,7 @@ _DIGITS = 6  # decimal places of a log-probability
 
 
 class RolloutView:
-    """One rollout as the page shows it: tree, conversation, tokens and exports.
+    """One rollout as the web page shows it: tree, conversation, tokens and exports.
 
     `tokenizer` is None if the rollout's tokenizer is not available on this machine.
     """
@@ -213,7 +213,7 @@ class RolloutView:
         }
 
     def _find_forked_branch(self, node: Node) -> Node | None:
-        """Return a node on the earlier branch from which `node` forked, or None if `node` is not a fork."""
+        """Return a node on the earlier branch from which `node` forked, or None if there is no such branch."""
         siblings: Sequence[Node]
         if node.parent is not None:
             siblings = node.parent.children
@@ -340,7 +340,7 @@ class RolloutView:
     def training_rows(
         self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """Yield the training rows as `turngate export rows` writes them. `about` has fields to add to every row."""
+        """Yield the training rows as `turngate export rows` writes them. `about` contains the fields to add to every row."""
         session = self._session_view.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
         for row in self.rows:
@@ -364,7 +364,7 @@ class RolloutView:
             }
 
     def conversations(self, about: Mapping[str, Json]) -> Iterator[Json]:
-        """Yield the conversation of each branch in OpenAI's format. `about` has fields to add to each conversation."""
+        """Yield the conversation of each branch in OpenAI's format. `about` contains the fields to add to each conversation."""
         preambles = self._session_view.preambles
         for branch in self.branches:
             nodes = path_to(self.by_id[branch.branch])

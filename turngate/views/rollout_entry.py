@@ -81,7 +81,7 @@ class _OutcomeSummary(msgspec.Struct, frozen=True):
 
 
 class _OutcomeData(msgspec.Struct, frozen=True):
-    """The part of an outcome's data that a list of rollouts shows, as Turngate's runner records it. Other runners may record anything."""
+    """The part of an outcome's data that a list of rollouts shows, as Turngate's runner records it. Other runners may record other data."""
 
     warnings: list[str] = []
 
@@ -134,7 +134,7 @@ class RolloutEntry:
         self.search_text = ""  # built on first search
 
     def use_session(self, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
-        """Fill in the row from a session and its outcome, if any. `outcome` is the time at which it was recorded, and its JSON."""
+        """Fill in the row from a session and its outcome, if any. `outcome` is a pair: when it was recorded, and its JSON."""
         row = self.row
         self.key, self.state, self.search_text = session.key, session.status, ""
         row.opened, row.closed, row.stop = session.opened, session.closed, session.stop

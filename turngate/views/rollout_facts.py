@@ -1,4 +1,4 @@
-"""What the page compares between the rollouts of a group: turns, tokens, entropy, forks and policy versions."""
+"""The facts that the web page compares between the rollouts of a group: turns, tokens, entropy, forks and policy versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turngate.views.rollout import RolloutView
 
 
 def collect_facts(rollout: RolloutView) -> dict[str, Json]:
-    """Collect the facts of one rollout. The entropy is estimated from the log-probabilities of all sampled tokens, of every role."""
+    """Collect the facts of one rollout. The entropy is estimated from the log-probabilities of the tokens of all turns, of any role."""
     turns = [node for node in rollout.nodes if isinstance(node, Sampled)]
     known = [turn.logprobs for turn in turns if turn.logprobs is not None and len(turn.logprobs) == turn.size]
     logprobs = np.concatenate(known).astype(np.float64) if known else np.empty(0)

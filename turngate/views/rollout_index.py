@@ -105,7 +105,7 @@ class RolloutIndex:
     def _is_whole(self, store: Store) -> bool:
         """Return whether all events still exist, except those of deleted sessions. Old events may have been pruned.
 
-        In a data folder that an older version created, events are always missing, because that version wrote none for its sessions.
+        In a data folder that an older version created, events are always missing, because that version did not write events.
         """
         oldest = min(self.entries.values(), key=lambda entry: entry.key, default=None)
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))
@@ -223,7 +223,7 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Update a rollout's row and return it. Only this method reads policy versions, because they need a query for each rollout."""
+        """Update a rollout's row and return it. Only this method reads policy versions, because that takes a query for each rollout."""
         row = entry.row
         row.status = entry.status_at(now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)

@@ -153,7 +153,7 @@ def encode_json(value: object) -> bytes:
 
 
 def encode_piece(value: object) -> msgspec.Raw:
-    """Encode a value, so that it can be inserted into a larger JSON document without encoding it again."""
+    """Encode a value, so that it can be inserted into a larger JSON document without being encoded again."""
     return msgspec.Raw(encode_json(value))
 
 
@@ -202,7 +202,7 @@ def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], decision: RoleDecis
 
 @contextmanager
 def open_row_source(data: str | Path) -> Iterator[RowSource]:
-    """Yield a function that builds the rows that the gateway delivers to trainers. A gateway may be serving the folder meanwhile."""
+    """Yield a function that builds the rows that the gateway delivers to trainers. A gateway may be using the store at the same time."""
     store = open_store_for_reading(data)
 
     def build_rows(session_id: str, everything: bool) -> list[Sample]:

@@ -36,10 +36,10 @@ class SessionDirectory:
     async def list_sessions(
         self, *, status: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[Summary]:
-        """List sessions, newest first. A local store is read in a thread, because finding sessions by status can take long.
+        """List sessions, newest first. A local store is read in a thread, because finding sessions by status can take a long time.
 
-        A shared store is read on the event loop, where queries have a shorter time limit. So if the database server does not answer, the
-        request fails soon.
+        A shared store is read on the event loop, where queries have a shorter time limit, so that the request fails quickly if the database
+        server does not answer.
         """
 
         def read(store: Store) -> tuple[list[SessionRow], dict[int, RecordedOutcome | DamagedOutcome], dict[int, str]]:
@@ -61,7 +61,7 @@ class SessionDirectory:
         return live if live is not None and live.key == row.key else None
 
     async def show(self, session_id: str) -> Description:
-        """Describe the session with this id. A trace that must be read for this is not kept in memory."""
+        """Describe the session with this id. If its trace has to be read from the store, the trace is not kept in memory."""
         find_live: Callable[[str], Session | None] = self._sessions.find_live
         live = find_live(session_id)
         if live is not None and not live.is_evicted:
@@ -100,10 +100,10 @@ def describe_session(
     *,
     unreadable: str = "",
 ) -> Description:
-    """Describe a session with its counters, roles and forks. If its trace cannot be read, the description says why.
+    """Describe a session with its counters, roles and forks.
 
-    If the trace is not in memory, pass `trace`. If the trace cannot be read, pass the reason as `unreadable`. `live` is the session in
-    memory, or None if the session is not live.
+    If the trace is not in memory, pass `trace`. If the trace cannot be read, pass the reason as `unreadable`, which the description then
+    reports. `live` is the session in memory, or None if the session is not live.
     """
     row = store.find(session.id)
     if row is None:

@@ -1,4 +1,4 @@
-"""Update the lists of the shared store from its events, in short transactions. Only one gateway at a time does so."""
+"""Update the shared store's lists of rollouts and groups from its events, in short transactions. Only one gateway at a time does so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _info_decoder = msgspec.msgpack.Decoder(SampledInfo)
 
 
 class ListUpdater:
-    """Updates the lists of the shared store. It has its own connection, so it never delays other writes of the gateway."""
+    """Updates the shared store's lists of rollouts and groups. It has its own connection, so it never delays the gateway's other writes."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
@@ -156,9 +156,9 @@ class ListUpdater:
 
 
 def _read_versions(ends: tuple[bytes, bytes] | None) -> tuple[int | None, int | None]:
-    """Return the policy versions of the first and the last turn, or None for both if one of these turns is damaged.
+    """Return the policy versions of the first and the last turn, or None for both if there are no turns or one of these two is damaged.
 
-    `ends` is the stored info of these two turns.
+    `ends` is the stored info of these two turns, or None if there are no turns.
     """
     if ends is None:
         return None, None
@@ -215,12 +215,12 @@ def _to_listed(entry: RolloutEntry) -> ListedRollout:
 
 
 def _fit_text(field: str, text: str) -> str:
-    """Return a text that PostgreSQL can store in this column: without null characters and, if the column is indexed, cut to size."""
+    """Return `text` as PostgreSQL can store it in this column: without null characters and, if the column is indexed, shortened."""
     return text.replace("\0", "\ufffd")[: _MAX_INDEXED if field in _INDEXED else None]
 
 
 def to_row(listed: ListedRollout, now: float) -> RolloutRow:
-    """Convert a listed rollout to the row that the page shows."""
+    """Convert a listed rollout to the row that the web page shows."""
     return RolloutRow(
         id=listed.id,
         name=listed.name,

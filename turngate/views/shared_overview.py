@@ -52,7 +52,7 @@ class SharedOverview:
     # ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def update(self, store: Store) -> bool:
-        """Add new events to the lists for at most `_BACKGROUND_S`. Return whether the lists are up to date."""
+        """Add new events to the lists for at most `_BACKGROUND_S` seconds. Return whether the lists are up to date."""
         shared = _require_shared(store)
         state, newest = shared.rollout_pages.state()
         is_due = time.monotonic() > self._updated + _SILENCE_CHECK_S
@@ -62,7 +62,7 @@ class SharedOverview:
         return self._update(shared, _BACKGROUND_S)
 
     def refresh(self, store: Store) -> int:
-        """Add new events to the lists for at most `_UPDATE_S`. Return the number of the last event that the lists include."""
+        """Add new events to the lists for at most `_UPDATE_S` seconds. Return the number of the last event that the lists include."""
         pages = _require_shared(store).rollout_pages
         state, newest = pages.state()
         if state.filled is not None or state.newest < newest:
@@ -111,7 +111,7 @@ class SharedOverview:
         }
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
-        """Return a rollout's row, the key of its session (0 if it has no session), and the number of the last event in the lists."""
+        """Return a rollout's row, the key of its session (0 if it has none), and the number of the last event that the lists reflect."""
         cursor = self.refresh(store)
         listed = self._find(store, session)
         return to_row(listed, time.time()), listed.key, cursor
@@ -127,7 +127,7 @@ class SharedOverview:
         return self._find(store, session).damage
 
     def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
-        """Return a rollout's row and why the rollout cannot be retried. The reason is "" if it can be retried."""
+        """Return a rollout's row, and the reason why the rollout cannot be retried, or "" if it can."""
         self.refresh(store)
         listed = self._find(store, session)
         row = to_row(listed, time.time())

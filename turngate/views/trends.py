@@ -99,9 +99,9 @@ def list_feeds(store: Store) -> list[Json]:
 def list_mismatches(store: Store) -> dict[str, Json]:
     """Return what trainers reported about log-probabilities (`trace/mismatch.py`), for the feeds that exist.
 
-    `newest` has the last report of each feed. `trend` has, for each of the newest reports, the statistics of the tokens with lag 0, or None
-    if there are none. Within a feed, `trend` is ordered by delivery number. If a trainer went back to an earlier delivery, its new reports
-    replace those of later deliveries.
+    `newest` contains the last report of each feed. `trend` contains, for each of the newest reports, the statistics of its tokens with lag
+    0, or None if it has no such tokens. Within a feed, `trend` is ordered by delivery number. If a trainer went back to an earlier
+    delivery, its new reports replace those of later deliveries.
     """
     newest: dict[str, dict[str, Json]] = {}
     trends: dict[str, list[dict[str, Json]]] = {feed.name: [] for feed in store.feeds.listing()}
@@ -132,7 +132,7 @@ def compute_throughput(
 ) -> list[Json]:
     """Return the rates of turns, tokens and rollouts of the whole gateway in each interval from `first` to `now`.
 
-    Each item of `counts` is the number of an interval, and the turns, tokens and outcomes to add to it. `width` is the length of an
+    Each item of `counts` is a pair: the number of an interval, and the turns, tokens and outcomes to add to it. `width` is the length of an
     interval in seconds.
     """
     start, end = int(first // width), int(now // width)
@@ -243,7 +243,7 @@ def _improvement(rows: Sequence[RolloutRow]) -> dict[str, Json] | None:
 def choose_entropy_rollouts(index: RolloutIndex, store: Store, prefix: str) -> list[tuple[int, str, int]]:
     """Choose the rollouts whose traces are used to estimate the entropy. Return the version, id and session key of each.
 
-    They are the oldest ended rollouts of each version that `choose_evenly` chooses.
+    The chosen rollouts are the oldest ended ones of each version that `choose_evenly` chooses.
     """
     index.refresh(store)
     now = time.time()

@@ -213,7 +213,7 @@ def can_read(store: Store) -> bool:
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(ConfigError, match=r'pip install "turngate\[postgres\]"'):
+    with pytest.raises(ConfigError, match=r"pip install 'turngate\[postgres\]'"):
         open_shared("postgresql://host/db")
 
 

@@ -1,4 +1,4 @@
-"""The in-process engine (extra `local`): runs a dense Llama, Qwen2 or Qwen3 model on the CPU or on one GPU.
+"""The in-process engine (extra `local`), which runs a dense Llama, Qwen2 or Qwen3 model on the CPU or on one GPU.
 
     shape     the network's dimensions, from config.json
     model     the network; training and sampling use the same parameters
@@ -8,6 +8,7 @@
     decode    one step for all slots on a CPU; graphs and kernels are for a GPU
     worker    the sampling thread; outbox hands over its results
     engine    the engine interface: calls in, chunks out
+    scoring   log-probabilities of given ids, for a teacher or a reference model
 
 Importing this package imports torch.
 """

@@ -1,7 +1,8 @@
 """The cache: keys and values of current and earlier calls.
 
 A *slot* contains one sequence, which is kept after its call has ended. The conversation's next turn can then continue in the slot, and
-other calls can copy a common prefix from the slot instead of computing it. Calls with different salts (policy versions) share nothing.
+other calls can copy a common prefix from the slot instead of computing it. Calls with different cache salts, such as
+calls at different policy versions, share nothing.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Slots:
         self.planned[:] = 0
 
     def take(self, ids: Ids, salt: str) -> tuple[int, int, int] | None:
-        """Take a slot for a call. Return the slot, the slot to copy the prefix from, and the length of that prefix.
+        """Take a slot for a call. Return that slot, the slot to copy a common prefix from, and the length of that prefix.
 
         If both slots are the same, there is nothing to copy. Return None if no slot is free, or if another call is still computing a
         useful prefix. The prefix never includes the last id, which is the input of the first step.
@@ -178,7 +179,7 @@ class Slots:
         return int(free[np.where(self.computed[free] == 0, -1, self._used[free]).argmin()])
 
     def _common(self, ids: Ids, salt: str) -> Places:
-        """Return the length of the prefix that `ids` has in common with each slot."""
+        """Return, for each slot, the length of the prefix that it has in common with `ids`."""
         limit = len(ids) - 1
         common = np.zeros(self.count, np.int64)
         candidates = np.array([slot for slot in np.flatnonzero(self.planned) if self._salts[slot] == salt], np.int64)

@@ -1,4 +1,4 @@
-"""One step for all sampling slots: the network, the draw, and the state between steps. Runs in the worker's thread.
+"""One step for all sampling slots: the network, the draw, and the state between steps. It runs in the worker's thread.
 
 `Decoder` runs on a CPU and computes only the sampling slots. `graphs.GraphDecoder` runs on a GPU.
 """
@@ -60,7 +60,7 @@ class Decoder:
         return nullcontext()
 
     def arm(self, armed: Sequence[SlotStart]) -> None:
-        """Make these slots sample from the next step on."""
+        """Start sampling in these slots, beginning with the next step."""
         slots = self._to_device(np.array([a.slot for a in armed], np.int64))
         values = np.array([(a.token, a.position, a.seed, a.drawn) for a in armed], np.int64).T
         self.state[:, slots] = self._to_device(values)

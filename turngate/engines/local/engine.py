@@ -53,8 +53,9 @@ class LocalEngine:
     """An engine that samples in this process. `model` is a folder, or a model that is being trained.
 
     `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. If the given model has a different dtype, the engine samples from a copy
-    that is refreshed after every update. Otherwise trainer and engine share parameters. `slots` is the number of calls that are sampled
-    concurrently; other calls wait. `max_context` cannot exceed the model's own limit. Each slot reserves memory for `max_context` tokens.
+    that is refreshed after every update. Otherwise, the trainer and the engine share parameters. `slots` is the number of calls that are
+    sampled concurrently; other calls wait. `max_context` cannot exceed the model's own limit. Each slot reserves memory for `max_context`
+    tokens.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class LocalEngine:
             self._worker.abort(serial)
 
     def _deliver(self, batch: SampledBatch) -> None:
-        """Pass a batch to the event loop of each call. Runs in the worker's thread."""
+        """Pass a batch to the event loop of each call. This runs in the worker's thread."""
         with self._guard:
             loops = {generation.loop for generation in self._open.values()}
         for loop in loops:
@@ -316,7 +317,7 @@ class LocalEngine:
             self.leave(serial, over=False)
 
     def _hand_out(self, loop: asyncio.AbstractEventLoop, batch: SampledBatch) -> None:
-        """Hand a batch to the calls of this event loop. Runs in the event loop."""
+        """Hand a batch to the calls whose event loop is `loop`. This runs in that loop."""
         bounds = np.flatnonzero(np.diff(batch.serials)) + 1
         for serials, ids, logprobs in zip(
             np.split(batch.serials, bounds), np.split(batch.ids, bounds), np.split(batch.logprobs, bounds), strict=True

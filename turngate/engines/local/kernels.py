@@ -1,4 +1,4 @@
-"""Attention of one query per slot over the cache, the most expensive part of a step on a GPU.
+"""Attention of one query per slot over the cache. This is the most expensive part of a step on a GPU.
 
 Each triton program reads the keys and values of one slot and head, up to the slot's length. This is four times as fast as torch's
 attention, which needs the same length for all slots. torch's CUDA builds on Linux include triton. Without triton, the plain version below

@@ -1,8 +1,8 @@
-"""The network: dense Llama, Qwen2 and Qwen3, one class for trainer and engine.
+"""The network: dense Llama, Qwen2 and Qwen3 models, in one class that the trainer and the engine share.
 
-The trainer uses `Model.forward`: padded or packed rows in, scores out, with gradients. Trainer and engine share `Model.run`, which runs the
-layers over ids of any shape, with the caller's attention function. The engine's attention function reads and writes the engine's cache
-(`cache.py`), so sampling and training use the same parameters without a copy.
+The trainer uses `Model.forward`: padded or packed rows in, scores out, with gradients. The trainer and the engine share `Model.run`, which
+runs the layers over ids of any shape, with the caller's attention function. The engine's attention function reads and writes the engine's
+cache (`cache.py`), so sampling and training use the same parameters without a copy.
 
 Parameters that are multiplied by the same input form one matrix (queries, keys and values; gate and up), because the speed of a small model
 depends on the number of operations, not on their size. `weights.py` translates to and from the names in Hugging Face folders.

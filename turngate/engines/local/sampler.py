@@ -51,8 +51,8 @@ def draw(
 def _pick_by_share(probabilities: Tensor, share: Tensor) -> Tensor:
     """Return, for each row, the id at which the cumulative probability exceeds `share` of the row's total.
 
-    First find the block of ids, then the id in the block. A cumulative sum over the whole vocabulary would be the most expensive part of a
-    step on a CPU.
+    This finds the block of ids first, and then the id in the block. A cumulative sum over the whole vocabulary would be the most expensive
+    part of a step on a CPU.
     """
     width = next((size for size in _BLOCKS if probabilities.shape[-1] % size == 0), 0)
     if not width:

@@ -25,7 +25,7 @@ class Rope(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The network's dimensions."""
+    """The network's type and dimensions."""
 
     kind: str
     vocabulary: int

@@ -41,7 +41,7 @@ _LAYER = {
 
 
 def load(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Model:
-    """Load the model in `folder`, which contains config.json and the weights in one or several safetensors files."""
+    """Load the model in `folder`, which contains config.json and the weights in one or more safetensors files."""
     folder = Path(folder)
     with torch.device("meta"):
         model = Model(read_shape(folder))

@@ -1,6 +1,6 @@
 """The sampling thread. It uses no event loop: calls arrive in a queue, and results leave in batches (`outbox.py`).
 
-The thread repeats these steps: run commands (new calls, aborts, hold, end) → place waiting calls into slots → fill (compute a bounded part
+The thread repeats this loop: run commands (new calls, aborts, holds, end) → place waiting calls into slots → fill (compute a bounded part
 of the prompts) → step (one token id for every slot that samples) → flush. The Python cost of a step does not grow with the number of slots,
 because the slots' state is in numpy arrays.
 """
@@ -261,7 +261,7 @@ class Worker:
         self._stops[slot, : len(stop_ids)] = stop_ids
 
     def _fill(self) -> None:
-        """Compute a bounded part of the pending prompts. Calls whose prompt is complete start sampling."""
+        """Compute a bounded part of the pending prompts. Calls whose whole prompt has been computed start sampling."""
         slots, room, pieces = self._slots, self._fill_tokens, []
         for slot in self._filling if self._filling_is_due() else ():
             start, end = int(slots.computed[slot]), int(slots.planned[slot])

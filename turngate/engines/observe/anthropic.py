@@ -1,8 +1,8 @@
 """Observe mode: relay calls to Anthropic's Messages API, `/v1/messages`.
 
-A `messages` call is forwarded as the agent sent it, except for the settings that the session overrides (model, token limit, sampling).
-Calls of other dialects are translated. The endpoint returns no token ids, so only text is recorded. The key is sent only in the
-`x-api-key` header.
+A `messages` call is forwarded as the agent sent it, with three exceptions: the session may override settings (model, token limit,
+sampling), a stream is always requested, and redacted thinking is restored. Calls of other dialects are translated. The endpoint returns
+no token ids, so only text is recorded. The key is sent only in the `x-api-key` header.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
 
 
 def _translate_pinned(sampling: Sampling) -> dict[str, Json]:
-    """Translate the session's sampling. Neutral values are included, because the models' defaults are not neutral."""
+    """Translate the session's sampling. Temperature and top-p are always included, because the models' defaults are not neutral."""
     return {
         "temperature": sampling.temperature,
         "topP": sampling.top_p,
@@ -317,7 +317,7 @@ def _shape(constraint: Constraint | None) -> dict[str, Json]:
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the thinking settings. Request thoughts, to record them, unless thinking is off or the endpoint has rejected these settings."""
+    """Build the thinking settings. Thoughts are requested and recorded unless thinking is off or the endpoint has rejected them."""
     thinks, effort = wants_thinking(request.call), reasoning_effort(request.call)
     optional["thinkingLevel"] = ("thinkinglevel", "thinking_level", "thinking level")
     optional["thinking"] = ("thinkingconfig", "thinking_config", "thinking is not", "thinkingbudget", "thinking_budget")

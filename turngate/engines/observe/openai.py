@@ -1,9 +1,9 @@
-"""Observe mode: relay calls to any OpenAI-compatible `/v1/chat/completions`.
+"""Observe mode: relay calls to any OpenAI-compatible `/v1/chat/completions` endpoint.
 
 A `chat` call is forwarded as the agent sent it, except for the settings that the session overrides (model, token limits, sampling). Calls
 of other dialects are translated. The endpoint renders the prompt and parses the reply, and the token data that it returns is recorded.
-The relay requests as much as the endpoint supports (`capture`): token ids and log-probabilities from vLLM, log-probabilities from many
-other endpoints, and text from all. The provider's key is sent only in the `Authorization` header.
+The relay requests as much data as the endpoint supports (`capture`): token ids and log-probabilities from vLLM, log-probabilities from
+many other endpoints, and only text from the rest. The provider's key is sent only in the `Authorization` header.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class _CaptureRequest(msgspec.Struct, frozen=True):
     usage: bool = True  # whether a stream requests `stream_options.include_usage`
 
     def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
-        """Return a request without the data that a rejection names, or None if it names none. The level may change only if `adapts`."""
+        """Return a request without the data that `refusal` names, or None if it names none. The level changes only if `adapts` is true."""
         if self.usage and "stream_options" in refusal:
             return _CaptureRequest(self.level, usage=False)
         if adapts and self.level == "tokens" and _BEYOND_OPENAI.search(refusal):
@@ -324,7 +324,10 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the fields for thinking. Thinking is disabled with a chat-template argument, which only servers for open models accept."""
+    """Build the fields for thinking, verbosity and chat-template arguments.
+
+    Thinking is disabled with a chat-template argument, which only servers for open models accept.
+    """
     effort = reasoning_effort(request.call)
     fields: dict[str, Json] = {}
     if effort:

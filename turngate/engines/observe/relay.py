@@ -1,7 +1,7 @@
-"""Shared parts of the observe-mode relays: send a call in the endpoint's format, and stream the answer as chunks.
+"""Shared parts of the observe-mode relays, which send a call in the endpoint's format and stream the answer as chunks.
 
 `anthropic`, `gemini` and `responses` extend `StreamingRelay`. `openai` has a relay of its own, because its endpoints can also return
-tokens.
+token ids.
 """
 
 from __future__ import annotations

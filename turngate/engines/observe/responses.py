@@ -1,12 +1,13 @@
 """Observe mode: relay calls to OpenAI's Responses API, `/v1/responses`.
 
-A `responses` call is forwarded as the agent sent it, except for the settings that the session overrides (model, token limit, sampling)
-and for the changes below. Calls of other dialects are translated, and the provider is asked not to store them. Text is recorded, and with
-`capture="logprobs"` also its log-probabilities. The key is sent only in the `Authorization` header.
+A `responses` call is forwarded as the agent sent it, with these exceptions: the session may override settings (model, token limit,
+sampling), a stream is always requested, and the changes below are made. Calls of other dialects are translated, and the provider is asked
+not to store them. Text is recorded, and with `capture="logprobs"` also its log-probabilities. The key is sent only in the `Authorization`
+header.
 
 Items that a `responses` call refers to by id are sent in full, because the provider does not know the gateway's ids. Item ids that the
 gateway created are removed, and encrypted items get back the id that the provider gave them. Tools that run at the provider are
-removed, because the gateway cannot forward their items. Encrypted reasoning is requested unless the endpoint has rejected that.
+removed, because the gateway cannot forward their items. Encrypted reasoning is requested unless the endpoint has rejected such a request.
 """
 
 from __future__ import annotations
@@ -322,7 +323,7 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the reasoning settings. Request summaries, to record them, unless thinking is off or the endpoint has rejected them."""
+    """Build the reasoning settings. Summaries are requested and recorded unless thinking is off or the endpoint has rejected them."""
     effort = reasoning_effort(request.call) or ("none" if wants_thinking(request.call) is False else "")
     optional["summary"] = ("summar",)
     optional["effort"] = ("effort",)

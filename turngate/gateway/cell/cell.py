@@ -97,7 +97,7 @@ class Cell:
         )
 
     def open_shared(self) -> SharedStore:
-        """Return the shared store, over connections that are only used to follow the fence, the engines and the keys.
+        """Return the shared store, opened with connections that are used only to follow the fence, the engines and the keys.
 
         Leases and shipments have their own connections, so that a long transaction on one connection does not delay the others.
         """
@@ -143,7 +143,10 @@ class Cell:
             shipper.stop(0)
 
     async def start(self, sessions: Sessions, url: str) -> None:
-        """Get a lease and start shipping (in worker 0), cancel sessions that belong to an earlier id of this cell, and watch the lease."""
+        """Cancel the sessions that belong to an earlier id of this cell, and start to watch the lease.
+
+        Worker 0 first gets the lease and starts shipping.
+        """
         self.guard.add(self._store.outbox, sessions)
         if self._is_first:
             await asyncio.to_thread(self._keeper.start, self._name(url))
@@ -153,7 +156,7 @@ class Cell:
         self._watching = asyncio.create_task(self.guard.run())
 
     def interrupt(self) -> None:
-        """Make all requests that are waiting for the shared store fail. Called when stopping takes too long."""
+        """Abort all requests that are waiting for the shared store. Call this when stopping takes too long."""
         for store in self._opened:
             store.database.interrupt()
 

@@ -35,7 +35,7 @@ class LeaseRegistry(Protocol):
 
 
 class LeaseKeeper:
-    """Keeps the lease in `file` renewed until `stop`. `connect` opens the registry over a connection that only this thread uses."""
+    """Keeps the lease in `file` renewed until `stop`. `connect` opens the registry over a connection that only the keeper uses."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A cell's lease: the right to serve until a deadline. A state machine without I/O: the caller passes the time.
 
     register ─► held ──renew──► held ── deadline passes ──► lapsed ──renew──► held
-                  └──────────── the lease was taken over ──────┴────► lost ──► a new id, registered from the start
+                  └────── inactive in the shared store ────────┴────► lost ──► start over: register a new id
 
 The shared store ends a lease by its own clock, counted from when it receives the request. The cell counts its deadline from when it sent
 the request. So the cell always stops serving before the shared store ends the lease, however long the request took.
@@ -62,7 +62,7 @@ class Lease:
         return Renewal(self.cell, now)
 
     def confirm(self, renewal: Renewal) -> None:
-        """Extend the lease after the shared store has registered or renewed it. A late answer to an older request never shortens it."""
+        """Extend the lease after the shared store has confirmed this request. A late answer never shortens the lease."""
         if renewal.cell != self.cell or self._lost:
             return
         self.registered = True

@@ -94,9 +94,9 @@ class LeasedFence(Fence):
 
 
 class ServingGuard:
-    """While `run` runs, aborts this worker's calls when the lease lapses, and lets waiting calls through when the lease is held again.
+    """Aborts this worker's calls when the lease lapses, and lets waiting calls through when the lease is held again.
 
-    Also cancels the sessions of an id that the cell has lost.
+    The guard also cancels the sessions of an id that the cell has lost. It acts only while `run` is running.
     """
 
     def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:
@@ -115,7 +115,7 @@ class ServingGuard:
         self._unshipped.pop(outbox, None)
 
     def require_room(self, outbox: OutboxTable) -> None:
-        """Raise an error if no session may be opened: the lease is not held, or too many ended sessions of the project are unshipped."""
+        """Raise an error if no session may be opened because the lease is not held or too many of the project's sessions are unshipped."""
         self.permit.require()
         unshipped, counted = self._unshipped.get(outbox, (0, 0.0))
         if (now := lease_clock()) - counted > _UNSHIPPED_CHECK_S:
@@ -123,7 +123,7 @@ class ServingGuard:
             self._unshipped[outbox] = unshipped, now
         if unshipped >= self._max_unshipped:
             raise Busy(
-                f"too many ended sessions of this project in this cell are not in the shared store yet ({unshipped}; max_unshipped "
+                f"this cell has too many ended sessions of this project that are not in the shared store yet ({unshipped}; max_unshipped "
                 f"is {self._max_unshipped}); retry in a moment"
             )
 

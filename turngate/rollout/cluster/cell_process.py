@@ -1,4 +1,4 @@
-"""The gateway of a cell as a child process: start `turngate cell`, wait until it serves, restart it if it ends, and stop it."""
+"""The gateway of a cell as a child process: start `turngate cell`, wait until it responds, restart it if it ends, and stop it."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class CellProcess:
                 while not await self._answers():
                     if self._process is not None and self._process.returncode is not None:
                         raise CellFailed(
-                            f"turngate cell exited with status {self._process.returncode}; the end of its log: {self._tail()}"
+                            f"`turngate cell` exited with status {self._process.returncode}; the end of its log: {self._tail()}"
                         )
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise CellFailed(
-                f"turngate cell did not answer within {_START_S:.0f} s; the end of its log: {self._tail()}"
+                f"`turngate cell` did not answer within {_START_S:.0f} s; the end of its log: {self._tail()}"
             ) from None
         self._supervising = asyncio.create_task(self._supervise())
 
@@ -104,7 +104,7 @@ class CellProcess:
             assert self._process is not None
             status = await self._process.wait()
             log.warning(
-                "turngate cell exited with status %d and is being restarted; the end of its log: %s",
+                "`turngate cell` exited with status %d and is being restarted; the end of its log: %s",
                 status,
                 self._tail(),
             )

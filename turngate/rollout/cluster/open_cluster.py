@@ -28,7 +28,7 @@ _OWN_SETTINGS = ("host", "port", "data", "script", "log_format", "spans", "share
 
 
 class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The Ray cluster that a batch runs on, and the settings of the gateways there."""
+    """The Ray cluster that a batch runs on, and the settings of the batch's gateways."""
 
     address: str = "auto"  # the address of the Ray cluster
     labels: Mapping[str, str] = {}  # labels that nodes must have

@@ -82,7 +82,7 @@ class ProjectExecutors:
 
 
 class OrderRunner:
-    """Starts the cell's gateway, and runs orders from `commands` until that input ends."""
+    """Starts the cell's gateway, and runs the orders that the process receives until its input ends."""
 
     def __init__(self, settings: RunnerSettings, folder: Path, send: Callable[[RunnerReply], None]) -> None:
         self._settings = settings
@@ -174,7 +174,7 @@ def claim_folder(place: str, shared: str) -> Path:
 
 
 def _write_config(settings: RunnerSettings, folder: Path) -> Path:
-    """Write the gateway's settings and the script of the scripted engine, if any, to `folder`. Return the path of the settings."""
+    """Write the gateway's settings and the script of the scripted engine, if any, to `folder`. Return the path of the settings file."""
     values = dict(settings.gateway)
     if settings.script:
         script = folder / "script.json"

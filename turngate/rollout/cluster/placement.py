@@ -63,7 +63,7 @@ def measure_demand(tasks: Iterable[Task], resources: Resources, labels: Mapping[
 
 
 def parse_labels(given: Iterable[str]) -> dict[str, str]:
-    """Parse labels of the form NAME=VALUE. Raise `ConfigError` if one has a different form."""
+    """Parse labels of the form NAME=VALUE. Raise `ConfigError` if a label has a different form."""
     labels = {}
     for text in given:
         name, equals, value = text.partition("=")

@@ -77,7 +77,7 @@ class RayCluster:
         return list(self._cells.values())
 
     async def wait_for_cell(self) -> None:
-        """Wait until at least one cell is running. Raise `SandboxUnavailable` if none can start, or if that takes too long."""
+        """Wait until at least one cell is running. Raise `SandboxUnavailable` if no cell can start, or if none starts in time."""
         deadline = time.monotonic() + _FIRST_CELL_S
         async with self._changed:
             while not any(not cell.load.is_closed for cell in self._cells.values()):
@@ -108,7 +108,7 @@ class RayCluster:
             await run_to_completion(self._notify())
 
     def watch(self, session: str, callback: Callable[[OrderProgress], None] | None) -> None:
-        """Call `callback` with the progress of a session's order. Pass None to stop the calls."""
+        """Set the callback that receives the progress of a session's order. None removes the callback."""
         if callback is None:
             self._watchers.pop(session, None)
         else:

@@ -1,6 +1,6 @@
 """Run the attempts of a batch in the cells of a Ray cluster.
 
-Ray decides where an attempt runs. The shared store alone decides whether it has ended, and how:
+Ray decides where an attempt runs. The shared store alone decides whether the attempt has ended, and how:
 
     the call returned            wait until the shared store has the outcome; if the outcome does not count, the attempt is lost
     the call failed              send the order again; a cell that already has the order does not run it twice
@@ -48,7 +48,7 @@ _GATEWAY_S = 3600.0  # how long to wait for a shared store that does not answer
 
 
 class RayExecutor:
-    """Runs attempts in the cells of a Ray cluster. `gateway` serves the shared store. An empty `project` means the default one."""
+    """Runs attempts in the cells of a Ray cluster. `gateway` serves the shared store. An empty `project` means the default project."""
 
     def __init__(self, cluster: RayCluster, gateway: GatewayClient, tasks: tuple[Task, ...], project: str = "") -> None:
         self._project = project
@@ -78,7 +78,7 @@ class TaskArchives:
         self._lock = asyncio.Lock()
 
     async def put(self, order: RolloutOrder) -> list[Any]:
-        """Store the archive of an order's task, and return its reference in a list. Ray would resolve a bare reference before the call."""
+        """Store the archive of an order's task, and return its reference in a list, because Ray would resolve a bare reference."""
         digest = order.task.archive
         if not digest:
             return []

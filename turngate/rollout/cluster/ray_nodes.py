@@ -1,4 +1,4 @@
-"""Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls. The only module that imports Ray.
+"""Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls. No other module of this package imports Ray.
 
 Ray has no documented function that returns the free resources of each node or the draining nodes. This module therefore uses two private
 functions, which Ray's own libraries also use.
@@ -43,7 +43,7 @@ class RayConnection:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"ray: running on a cluster needs {error.name}; run pip install 'turngate[ray]'", param="ray"
+                f"ray: running on a cluster needs {error.name}; run `pip install 'turngate[ray]'`", param="ray"
             ) from None
         self._ray, self._state, self._affinity = ray, state, NodeAffinitySchedulingStrategy
         self._address = address or "auto"

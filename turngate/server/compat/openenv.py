@@ -1,8 +1,8 @@
-"""OpenEnv's capture API: `POST /sessions`, `GET /sessions`, `GET /sessions/{id}`, `/rollout`, `/trace_entries`, `DELETE /sessions/{id}`.
+"""The routes of OpenEnv's capture API and their JSON: `/sessions`, and `/sessions/{id}` with its `/rollout` and `/trace_entries`.
 
-In OpenEnv, the agent's API key is the session's id. Here, the id grants no access. Instead, the returned `session_id` is the session's
-secret, which works wherever a client uses OpenEnv's id. `id` is the session's real id, as shown by `/admin` and in lists. Paths accept
-both.
+In OpenEnv, the agent's API key is the session's id. Here, the id grants no access. Instead, the `session_id` that `POST /sessions` returns
+is the session's secret, which works wherever a client uses OpenEnv's id. The `id` that it returns is the session's real id, which all other
+replies and `/admin` show. Paths accept both.
 
 This implementation differs from OpenEnv's. Prompts are extended and never rendered again, replies are streamed as they are sampled, and
 sessions are durable and expire. Forced tool calls are answered and masked, and aborted calls are kept. Every turn has its policy versions,
@@ -78,7 +78,10 @@ class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenEnvListQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `before` comes from the previous page, or is a `key` from `GET /admin/sessions`; only older sessions are listed."""
+    """Query parameters. Only sessions older than `before` are listed.
+
+    `before` is the value of `before` in the previous reply, or the `key` of a session in `GET /admin/sessions`.
+    """
 
     before: Whole | None = None
     limit: Whole = 100
@@ -161,7 +164,7 @@ class OpenEnvRoutes:
         )
 
     async def listing(self, request: Request, query: OpenEnvListQuery) -> Response:
-        """List the newest sessions that were opened through this API. `before` in the reply continues the list, unless it is null."""
+        """List the sessions that were opened through this API, newest first. Pass the reply's `before` to get more, unless it is null."""
         limit, before = min(query.limit or 100, _MAX_LISTED), query.before
         found: list[dict[str, Json]] = []
         for _ in range(_MAX_READ // _PAGE):
@@ -394,7 +397,10 @@ def _turn_json(trace: TraceView, turn: TurnView, index: int, messages: bool) -> 
 
 
 def _tree_stats(trace: TraceView) -> dict[str, int]:
-    """Count roots, leaves and forks as OpenEnv does. OpenEnv counts calls, so two replies to the same prompt are a fork."""
+    """Count roots, leaves and forks as OpenEnv does.
+
+    OpenEnv counts calls, so two replies to the same prompt are two roots if no turn precedes the prompt, and a fork otherwise.
+    """
     parents = [trace.contexts[turn.parent].parent for turn in trace.turns]
     children: dict[int, int] = {}
     for parent in parents:

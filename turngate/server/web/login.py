@@ -1,11 +1,11 @@
 """Login to the web page with the admin key or an API key, and the login cookie.
 
-The cookie contains a random number and an expiry time, signed with a key derived from the admin key. Any worker can therefore check it
-without shared state, even after a restart, and a new admin key invalidates it. Logging out stores the cookie's hash until the cookie
-expires. The cookie grants access only to the page's routes.
+The cookie contains a random number and an expiry time, signed with a key derived from the admin key. Any worker can therefore verify the
+cookie, even after a restart, and a new admin key invalidates it. Logging out stores the cookie's hash, so that all workers reject the
+cookie until it expires. The cookie grants access only to the page's routes.
 
-The cookie of an API key starts with the key's prefix, and its signature also depends on the key. The cookie is valid only in the key's
-project, and only while the key is valid.
+After a login with an API key, the cookie starts with the key's prefix, and its signature also depends on the key. Such a cookie is valid
+only in the key's project, and only while the key is valid.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PageLogin:
         end = self.expiry_of(cookie)
         if end is None:
             problem = "the login has expired or is not valid" if cookie else "you are not logged in"
-            raise Unauthorized(f"{problem}; POST /page/login with the admin key or an API key")
+            raise Unauthorized(f"{problem}; send the admin key or an API key to `POST /page/login`")
         if (api_key := self._find_key(cookie)) is not None:
             require_scope(api_key, scopes)
         return end

@@ -24,7 +24,10 @@ _ANSWER_S = 4.0  # time to wait for the batch's answer to a retry request
 
 
 class RolloutMessagesQuery(msgspec.Struct, frozen=True):
-    """Query parameters. They select the node `node`, or else the nodes after node `after` in one branch or in all branches."""
+    """Query parameters. `node` selects a single node. Without it, the nodes after node `after` are selected.
+
+    `branch` limits the selection to one branch.
+    """
 
     after: Whole = 0
     limit: Whole = 50
@@ -33,7 +36,7 @@ class RolloutMessagesQuery(msgspec.Struct, frozen=True):
 
 
 class RolloutTokensQuery(msgspec.Struct, frozen=True):
-    """Query parameters. They select the tokens of one branch or of all branches, starting at token `token` of node `node`."""
+    """Query parameters. The reply starts at token `token` of node `node`. `branch` limits it to the tokens of one branch."""
 
     node: Whole | None = None
     branch: Whole | None = None

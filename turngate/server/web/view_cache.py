@@ -35,7 +35,7 @@ _ENTROPY = "mean negative log-probability of the sampled tokens, where known: an
 
 
 class ViewCache:
-    """The views of one store, with their caches. It is not thread-safe, and is used only in the page's reader thread."""
+    """The views of one store, with their caches. This class is not thread-safe, and is used only in the page's reader thread."""
 
     def __init__(self, tokenizer: Tokenizer | None, overview: Overview | SharedOverview) -> None:
         self.overview = overview
@@ -160,7 +160,7 @@ class ViewCache:
         return self.overview.members(store, row.group) if row.group else [(session, key)]
 
     def training_reward(self, store: Store, *, session: str, key: int) -> float | None:
-        """Return the reward that a feed would use, or None if there is none or the rollout has no trainable tokens."""
+        """Return the reward that a feed would use, or None if the rollout has no reward or no trainable tokens."""
         outcome = _read_outcome(store, key)
         return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
 

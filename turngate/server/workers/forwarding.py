@@ -1,10 +1,10 @@
-"""Forward a request that reached the wrong worker to the worker that owns the session.
+"""Forward a request that reached the wrong worker to the worker that owns its session.
 
 The front (the parent process, which accepts connections) assigns most connections to the right worker, based on their first request. It
-cannot do so for connections that serve several sessions, for requests that open sessions, or for secrets that do not contain the session's
-slot, the number that determines the worker. These requests are forwarded unchanged over the owner's private Unix socket, and the reply is
-streamed back. If the client disconnects, the forwarded request is closed too. A WebSocket is forwarded frame by frame. A request that
-arrived over a private socket is not forwarded again.
+cannot do so for connections that serve several sessions, for requests that open sessions, or for requests whose secret does not contain the
+session's slot, the number that determines the worker. A request that reached the wrong worker is forwarded unchanged over the owner's
+private Unix socket, and the reply is streamed back. If the client disconnects, the forwarded request is closed too. A WebSocket is
+forwarded frame by frame. A request that arrived over a private socket is not forwarded again.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class ForwardingApp:
             await self._serve_at(self._owner(scope), scope, receive, send, local=self._gateway)
 
     def _is_operator(self, scope: Scope) -> bool:
-        """Return whether the request has the admin key. Such a request may affect all projects, even if it names one."""
+        """Return whether the request has the admin key. Such a request may affect all projects, even if it names a single project."""
         return self._gateway.auth.is_admin(bearer_key(Request(scope)))
 
     def _owner(self, scope: Scope) -> int:
@@ -259,7 +259,7 @@ class ForwardingApp:
         await self._serve_at(number, scope, _replay_body(body, receive), send, local=self._gateway)
 
     async def _serve_at(self, number: int, scope: Scope, receive: Receive, send: Send, *, local: App) -> None:
-        """Serve a request with `local` if `number` is this worker. Otherwise, forward it to that worker."""
+        """Serve a request with `local` if `number` is this worker's. Otherwise, forward the request to the worker with that number."""
         if number == self._shard.number:
             await local(scope, receive, send)
             return
@@ -374,7 +374,7 @@ class _SessionIds(msgspec.Struct):
 
 
 def restore_client(app: App) -> App:
-    """Wrap the application on the private socket so that it sees the client's address from the forwarded header."""
+    """Wrap the application on the private socket so that it sees the client's address, which the forwarding worker sends in a header."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):

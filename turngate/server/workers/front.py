@@ -1,4 +1,4 @@
-"""The front, the parent process of `turngate serve --workers N`: accept connections and hand each to the worker of its session.
+"""Accept connections and hand each to the worker of its session. This is the front, the main process of `turngate serve --workers N`.
 
     accept → read the head of the first request → find the session's worker → pass it the connection and the bytes read so far
 

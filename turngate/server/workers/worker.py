@@ -81,7 +81,10 @@ async def _serve(start: WorkerStart, pair: socket.socket, gateway: Gateway) -> N
 
 
 class WorkerGateway:
-    """A worker's gateway and its peers. `inside` is the application on the private socket, and `outside` is the public one."""
+    """A worker's gateway and its connections to the other workers.
+
+    `inside` is the application on the private socket, and `outside` is the public one.
+    """
 
     def __init__(self, gateway: Gateway, shard: Shard, folder: Path, run: str) -> None:
         self.gateway = gateway

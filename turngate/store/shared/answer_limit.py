@@ -1,4 +1,4 @@
-"""A limit on the time that PostgreSQL may take to answer, because a query blocks the event loop or the thread that runs it.
+"""Limit the time that PostgreSQL may take to answer, because a query blocks the event loop or the thread that runs it.
 
 After a server has failed to answer in time, new connections to it fail immediately for a few seconds.
 """

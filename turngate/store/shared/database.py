@@ -1,6 +1,7 @@
 """The shared store's database: connections to PostgreSQL, transactions, and readable errors.
 
-It prepares no statements on the server and keeps no state in a database session, so it works behind PgBouncer in transaction mode.
+No statements are prepared on the server and no state is kept in a database session, so the store works behind PgBouncer in transaction
+mode.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def import_psycopg() -> Any:
         import psycopg
     except ImportError:
         raise ConfigError(
-            'data: a PostgreSQL store needs the extra "postgres"; run: pip install "turngate[postgres]"', param="data"
+            "data: a PostgreSQL store needs the extra `postgres`; run `pip install 'turngate[postgres]'`", param="data"
         ) from None
     return psycopg
 
@@ -144,7 +145,7 @@ class SharedDatabase:
         self._writer = self._reader = None
 
     def interrupt(self) -> None:
-        """Fail all statements that other threads are running, and refuse any further use."""
+        """Abort all statements that other threads are running, and refuse any further use."""
         for other in list(self.others):
             other.interrupt()
         self._closed = True
@@ -265,7 +266,7 @@ class SharedDatabase:
             return self._read(self._require_reader(), sql, values)
 
     def _read(self, db: psycopg.Connection, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
-        """Run a read. For a project's store, the read needs a transaction, because it must choose the schema first."""
+        """Run a read. For a project's store, the read needs a transaction, because the schema must be chosen first."""
         if not self._use_schema or sql.startswith(("BEGIN", "ROLLBACK")) or self._in_snapshot:
             return SharedConnection(db).execute(sql, values)
         db.execute(f"BEGIN READ ONLY; {self._use_schema}".encode())
@@ -306,7 +307,8 @@ class SharedDatabase:
             )
         except self._psycopg.ProgrammingError:  # libpq cannot parse the address; its message may quote the password
             raise ConfigError(
-                f"data: the address of {self.url.name} is not valid; {ENCODE_HINT}, and use only libpq parameters in the query string",
+                f"data: the address of the shared store {self.url.name} is not valid; {ENCODE_HINT}, and use only libpq parameters in the "
+                "query string",
                 param="data",
             ) from None
         encoding = db.info.parameter_status("server_encoding")
@@ -314,7 +316,7 @@ class SharedDatabase:
             db.close()
             raise ConfigError(
                 f"data: the encoding of {self.url.name} is {encoding}, which cannot store all characters; create a database with "
-                "`createdb -E UTF8 -T template0`",
+                "`createdb -E UTF8 -T template0 NAME`",
                 param="data",
             )
         return db

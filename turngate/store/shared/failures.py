@@ -12,8 +12,8 @@ _BY_STATE = {
     "25006": "{name} is read-only; connect to the primary server, as a role that may write",
     "28": "{name} refused the login ({error}); check the role, its password (PGPASSWORD, or a .pgpass file that PGPASSFILE names), and "
     "that pg_hba.conf allows the connection",
-    "3D000": "{name} does not exist; create the database first, for example with createdb",
-    "42501": "{name} refused access ({error}); grant the role the rights on this database",
+    "3D000": "{name} does not exist; create the database first, for example with `createdb`",
+    "42501": "{name} refused access ({error}); grant the role the privileges that it needs in this database",
     "53100": "{name} has no disk space left; free some on the database server",
     "53300": "{name} has no free connection; raise max_connections, or connect through PgBouncer",
     "55P03": "another process has held a lock in {name} for too long; try again",
@@ -59,7 +59,7 @@ def _guess_state(text: str) -> str:
 
 
 def _first_line(error: psycopg.Error) -> str:
-    """Return the error's message on one line. If it contains `FATAL:`, return only the text after it."""
+    """Return the error's message on one line. If the message contains `FATAL:`, return only what follows."""
     text = " ".join(str(error).split())
     _, fatal, rest = text.partition("FATAL: ")
     return (rest if fatal else text).strip() or type(error).__name__

@@ -1,4 +1,4 @@
-"""Projects in the shared store. The store of each project is a separate schema in the same database."""
+"""Projects in the shared store. The store of each project except `default` is a separate schema in the same database."""
 
 from __future__ import annotations
 

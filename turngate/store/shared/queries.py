@@ -1,4 +1,4 @@
-"""Queries about many rollouts at once. They read the totals that PostgreSQL keeps instead of reading events."""
+"""Queries for lists and statistics of rollouts in the shared store. Where possible, they use the totals that PostgreSQL keeps."""
 
 from __future__ import annotations
 

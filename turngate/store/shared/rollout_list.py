@@ -1,4 +1,4 @@
-"""Lists of rollouts and groups in the shared store, so that showing one page reads only the rows on it.
+"""Keep lists of rollouts and groups in the shared store, so that showing one page reads only the rows on that page.
 
 Gateways update the lists from the events (`views/shared_index.py`), one gateway at a time. `rollout_list_state` has the number of the
 newest event that the lists include.

@@ -87,7 +87,7 @@ class DeliverySummary(msgspec.Struct, frozen=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """The failures of one class that have the same text, and the newest rollouts that failed with it."""
+    """How many rollouts failed with the same class and text, and the ids of the newest of them."""
 
     kind: str
     text: str
@@ -96,7 +96,7 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 class RolloutPages:
-    """Reads the lists, while other processes may be updating them."""
+    """Reads the lists. Other processes may be updating them at the same time."""
 
     def __init__(self, reading: Connect) -> None:
         self._reading = reading
@@ -163,11 +163,11 @@ class RolloutPages:
         return self._rollouts(f"SELECT {COLUMNS} FROM rollout_list WHERE id=ANY(?)", (list(ids),))
 
     def last_attempt(self, name: str) -> int:
-        """Return the highest attempt number of a rollout in the list, or 0."""
+        """Return the highest attempt number that the list has for a rollout, or 0 if the rollout is not listed."""
         return int(self._one("SELECT coalesce(max(attempt), 0) FROM rollout_list WHERE name=?", (name,))[0])
 
     def find_changed(self, after: int, last: int, limit: int) -> list[str]:
-        """Return the ids of sessions with events numbered from `after` + 1 to `last`, at most `limit` + 1 of them.
+        """Return the ids of at most `limit` + 1 sessions that have events numbered from `after` + 1 to `last`.
 
         Only the first 20,000 of these events are read.
         """
@@ -203,7 +203,7 @@ class RolloutPages:
     def last_deliveries(self, prefix: str, limit: int) -> list[DeliverySummary]:
         """Return the last deliveries of groups with names that start with `prefix`, oldest first.
 
-        A group may be delivered in parts. Each summary covers the rollouts of the group that were recorded before the delivery.
+        A group may be delivered in parts. Each summary leaves out rollouts whose outcomes were recorded after the delivery.
         """
         where, values = _starting_with(prefix)
         query = (
@@ -234,8 +234,8 @@ class RolloutPages:
     ) -> list[TrendPoint]:
         """Return totals of the rollouts that have an outcome, in intervals of `width` seconds.
 
-        `versions` has (time, version) for each policy version that became active. `first` is the version before them, or None if it is
-        unknown.
+        `versions` has (time, version) for each policy version that became active. `first` is the version that was active before these, or
+        None if it is unknown.
         """
         where, values = _starting_with(prefix)
         times, numbers = [at for at, _ in versions], [first, *(version for _, version in versions)]
@@ -341,6 +341,6 @@ def _order(expression: str, tie: str, *, descending: bool) -> str:
 def _starting_with(prefix: str) -> tuple[str, list[str]]:
     """Return an SQL condition for groups with names that start with `prefix`, and its values.
 
-    It compares names by code points, so that PostgreSQL can use an index.
+    The condition compares names by code points, so that PostgreSQL can use an index.
     """
     return ("team>=? AND team<?", [prefix, prefix + chr(0x10FFFF)]) if prefix else ("TRUE", [])

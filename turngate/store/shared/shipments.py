@@ -1,4 +1,4 @@
-"""Write shipments to the shared store. Each session is written once, with its outcome, attempt and feed entries.
+"""Write shipments to the shared store. Each session is written with its outcome, attempt and feed entries.
 
 All shipments of a batch are written in one transaction.
 """
@@ -129,7 +129,7 @@ class _Writing(msgspec.Struct, frozen=True):
         return [shipment for shipment in self.shipments if shipment.id in self.known]
 
     def cell_of(self, shipment: Shipment) -> str:
-        """Return the id of the cell that served a session. This is the cell that shipped it first, even if another one ships it now."""
+        """Return the id of the cell that served a session. This is the cell that shipped it first, even if another cell ships it now."""
         known = self.known.get(shipment.id)
         return known.cell if known is not None and known.cell else shipment.cell
 
@@ -144,7 +144,7 @@ class _Writing(msgspec.Struct, frozen=True):
 
 
 class ShipmentWriter:
-    """Writes shipments. If a session is shipped again, only new data is added, such as a replaced outcome or later events."""
+    """Writes shipments. If a session is shipped again, only what has changed is written, such as a replaced outcome or later events."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
@@ -220,8 +220,8 @@ class ShipmentWriter:
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
         """Return the ids of sessions that the store does not have, or has without their newest event.
 
-        Each session is given as its id and the number of its newest event. Sessions that were deleted from the shared store are not
-        missing.
+        Each session is given as its id and the number of its newest event. Sessions that were deleted from the shared store do not
+        count as missing.
         """
         query = (
             "SELECT wanted.id FROM unnest(?::text[], ?::int8[]) AS wanted(id, newest) LEFT JOIN sessions ON sessions.id=wanted.id"
@@ -244,7 +244,7 @@ class ShipmentWriter:
         return "; SET LOCAL default_toast_compression='lz4'" if is_known else ""
 
     def _start(self, db: PipelinedConnection, shipments: Sequence[Shipment]) -> _Writing:
-        """Find the sessions that the shared store already has, lock their cells, and choose keys for the new sessions.
+        """Find the sessions that the shared store already has, lock the cells of all shipments, and choose keys for the new sessions.
 
         Shipments of removed sessions, and shipments older than what the store has, are ignored.
         """
@@ -389,7 +389,7 @@ class _AttemptNames:
 
 
 def _is_replaced(rollout: str, attempt: int, others: Sequence[tuple[str, int, str]]) -> bool:
-    """Return whether `others` includes a later or a settled attempt at the same rollout. None of `others` is superseded."""
+    """Return whether `others`, none of which is superseded, includes a later or a settled attempt at the same rollout."""
     return any(
         name == rollout and other != attempt and (other > attempt or state == "settled")
         for name, other, state in others
@@ -420,7 +420,7 @@ def _decode_name(config: bytes, session: str) -> tuple[str, int]:
 def _register(db: StoreConnection, attempts: Sequence[tuple[str, int, str, str, float]]) -> Cursor:
     """Register attempts, given as rollout, attempt, session, cell and start time, unless they are registered already.
 
-    The cursor returns the rollout, attempt, session and state of each.
+    Return a cursor over the rollout, attempt, session and state of each.
     """
     unique = {row[:2]: row for row in sorted(attempts, reverse=True)}
     columns = [list(column) for column in zip(*sorted(unique.values()), strict=True)]
