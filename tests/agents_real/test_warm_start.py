@@ -25,6 +25,8 @@ SANDBOXES = [
 async def test_warm_agent_is_fully_captured(run: Check, sandbox: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its imports pass all checks of the fork server, and its own transcript equals the trace."""
     monkeypatch.setattr(warm_start, "PLAIN_STARTS", 0)
+    monkeypatch.setattr(warm_start, "IMPORT_S", scaled(warm_start.IMPORT_S))
+    monkeypatch.setattr(warm_start, "ANSWER_S", scaled(warm_start.ANSWER_S))
     warm_start.counts.clear()
     report = await run("mini-swe-agent", sandbox)
     assert report.passed, findings(report)

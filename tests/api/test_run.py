@@ -340,7 +340,7 @@ async def test_invalid_argument_is_named(task: Any, options: Any, message: str) 
 
 async def test_unset_api_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(BadRequest, match="no key for the model openai://gpt-5; set OPENAI_API_KEY") as wrong:
+    with pytest.raises(BadRequest, match="no key for the endpoint openai://gpt-5; set OPENAI_API_KEY") as wrong:
         await tg.run("Do it.", model="openai://gpt-5", sandbox="local")
     assert wrong.value.param == "model"
 

@@ -154,7 +154,7 @@ class Run:
         started: dict[str, str] = {}
         for name, fields in rollouts.items():
             program = search_program(isolated=isolated, then=fields.pop("then", ""))
-            limit = {"agent_timeout_s": scaled(240)}
+            limit = {"agent_timeout_s": min(scaled(240), 3600)}  # what a service allows
             arguments = {"model_key": HOSTED, "instruction": program, "task_id": "marked", **limit, **fields}
             started[name] = (await call("start_rollout", **arguments))["rollout_id"]
         for wrong in (
