@@ -98,7 +98,13 @@ class Tier:
 
 
 TIERS = {
-    "test": Tier("all tests without heavy parts, and one real agent", "not real and not full", LIGHT_PARTS, check=True),
+    "test": Tier(
+        "all tests without heavy parts, and one real agent",
+        "not real and not full",
+        LIGHT_PARTS,
+        check=True,
+        more_workers=2,
+    ),
     "test-real": Tier(
         "at least one test for every real part and every promise",
         "(real or promise and not full) and not repeat",
