@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from tests.fuzz.json_values import VALUES, bodies, damaged, of_schema
+from tests.golden import recording
 
 Json = Any
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -156,7 +156,7 @@ def _read_golden() -> dict[str, list[Json]]:
     """Return the recorded requests of agents, shortened: long texts tell the decoders nothing new."""
     calls: dict[str, list[Json]] = {}
     for file in sorted(GOLDEN.glob("*.json")):
-        record = json.loads(file.read_text())
+        record = recording.read(file.stem)
         exchanges = [one["request"]["body"] for one in record["exchanges"] if one["request"]["body"]]
         calls.setdefault(record["dialect"], []).extend(map(_shorten, exchanges[1:3]))
     return calls

@@ -1,4 +1,4 @@
-"""The targets that are fuzzed without HTTP: decoders, parsers of replies, and files that users and agents write.
+"""The targets that are fuzzed without HTTP: decoders, relays, parsers of replies, the verifier, and files that users and agents write.
 
 A target has a strategy for its input and a check. The check raises every error except those that a user may see.
 """
@@ -18,7 +18,9 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
+from tests.fuzz.damaged_sessions import check_verify, session_damages
 from tests.fuzz.json_values import VALUES, bodies, damaged, encode
+from tests.fuzz.relay_calls import check_relay, relay_calls
 from tests.fuzz.requests import read_calls
 from turngate.agents.spec import CATALOG, Transcript, load_spec, parse_spec
 from turngate.agents.transcript import compare_turns, read_transcripts
@@ -315,6 +317,8 @@ _RECORD_LINES = st.lists(bodies(damaged(st.sampled_from(_RECORDS)) | VALUES), ma
 
 TARGETS: tuple[Target, ...] = (
     *map(decoder_target, DIALECTS),
+    Target("relay", relay_calls(), check_relay),
+    Target("verify", session_damages(), check_verify),
     *map(parser_target, SYNTAXES.values()),
     Target(
         "call-forms",

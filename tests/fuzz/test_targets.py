@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 
 import pytest
 
+from tests.fuzz import relay_calls
 from tests.fuzz.coverage_guided import CoverageGuidedFuzzer
+from tests.fuzz.damaged_sessions import CellDamage, SessionDamage, check_verify
+from tests.fuzz.relay_calls import RelayCall, check_relay
+from tests.fuzz.requests import read_calls
 from tests.fuzz.rounds import CORPUS, read_corpus, run_examples
 from tests.fuzz.targets import SYNTAXES, TARGETS, Target, _content, _parse, check_agent_file, check_parser
 from turngate.agents.spec import parse_spec
 from turngate.common.validation import parse_toml
+from turngate.engines.observe import translate
 from turngate.errors import AgentError
+from turngate.verify import turn_rewards
 
 SEED = 1
 GUIDED = [target for target in TARGETS if target.covers]
@@ -59,6 +67,28 @@ def test_coverage_guides_to_a_planted_bug() -> None:
         fuzzer.run_times(200_000)
 
 
+def test_relay_target_detects_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop_forever(call_id: str, taken: set[str]) -> str:
+        unique = call_id
+        while unique in taken:
+            unique = f"{call_id}_{len(taken)}"
+        taken.add(unique)
+        return unique
+
+    monkeypatch.setattr(translate, "_make_unique", loop_forever)
+    monkeypatch.setattr(relay_calls, "HANG_S", 0.2)
+    with pytest.raises(AssertionError, match="it has computed for"):
+        check_relay(call_with_ids("a", "a_2", "a"))
+
+
+def test_verify_target_detects_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_rewards, "_add_up", math.fsum)
+    parts = [{"kind": "part", "turn": turn, "value": 1e308} for turn in (2, 4)]
+    outcome = json.dumps({"kind": "graded", "reward": 1.0, "turn_rewards": parts}).encode()
+    with pytest.raises(OverflowError):
+        check_verify(SessionDamage([CellDamage("outcomes", "outcome", 0, outcome)], corrects_checksums=True))
+
+
 # ── findings of earlier runs ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -88,3 +118,28 @@ def test_deeply_nested_toml_is_an_error() -> None:
 
 def test_number_with_too_many_digits_is_an_error() -> None:
     check_agent_file(b"x = " + b"9" * 5000)
+
+
+def call_with_ids(*ids: str) -> RelayCall:
+    """Make a `chat` call in which each of these ids is that of a tool call of one turn."""
+    messages: list[object] = [{"role": "user", "content": "Hi"}]
+    for one in ids:
+        function = {"name": "read", "arguments": "{}"}
+        messages.append({"role": "assistant", "tool_calls": [{"id": one, "type": "function", "function": function}]})
+        messages.append({"role": "tool", "tool_call_id": one, "content": "found"})
+    return RelayCall("chat", json.dumps({"model": "m", "messages": messages}).encode())
+
+
+@pytest.mark.parametrize("ids", [("a", "a_2", "a"), ("a.1", "a_1")])
+def test_relayed_tool_call_ids_are_unique(ids: tuple[str, ...]) -> None:
+    check_relay(call_with_ids(*ids))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "history"), [("chat", "messages"), ("messages", "messages"), ("gemini", "contents")]
+)
+def test_recorded_calls_are_unpacked(dialect: str, history: str) -> None:
+    """A recording stores a history as a reference to that of an earlier call, which decoders reject right away."""
+    calls = read_calls(dialect)
+    assert all(isinstance(call[history], list) for call in calls)
+    assert max(len(call[history]) for call in calls) > 3

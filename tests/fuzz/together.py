@@ -40,6 +40,8 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "`http`, `http-gate`": ("http",),
     "`tree`": ("tree",),
     "`store`": ("store",),
+    "`relay`": ("relay",),
+    "`verify`": ("verify",),
 }
 
 

@@ -202,7 +202,7 @@ def _restore_block(block: Json) -> Json:
 
 def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
     call = request.call
-    system, rest = split_system_prompt(read_messages(request))
+    system, rest = split_system_prompt(read_messages(request, _clean_id))
     tools = list_tools(call)
     body: dict[str, Any] = {"model": request.model or call.model, "stream": True}
     optional: dict[str, tuple[str, ...]] = {}
@@ -249,7 +249,7 @@ def _messages(history: Sequence[RelayMessage], as_user: bool, lost: list[str]) -
             case "assistant":
                 role, blocks = "assistant", _turn(entry, lost)
             case "tool":
-                result = {"type": "tool_result", "tool_use_id": _id(message.tool_call_id)}
+                result = {"type": "tool_result", "tool_use_id": message.tool_call_id}
                 blocks = [{**result, "content": message.content} if message.content else result]
             case "system" if not as_user:
                 role, blocks = "system", _text(message.content)
@@ -274,7 +274,7 @@ def _turn(entry: RelayMessage, lost: list[str]) -> list[Json]:
     if entry.message.reasoning:
         lost.append("reasoning of earlier turns")  # the API accepts only signed reasoning
     calls = [
-        {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": parse_arguments(call.arguments)}
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": parse_arguments(call.arguments)}
         for call in entry.message.tool_calls
     ]
     return [*_text(entry.message.content), *calls]
@@ -285,7 +285,7 @@ def _text(text: str) -> list[Json]:
     return [{"type": "text", "text": text}] if text.strip() else []
 
 
-def _id(call_id: str) -> str:
+def _clean_id(call_id: str) -> str:
     """Replace characters that the API does not allow in an id."""
     return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id)
 

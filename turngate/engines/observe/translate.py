@@ -7,7 +7,7 @@ left out and reported as lost. If the answer would then not be what the agent as
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,8 +77,12 @@ def encode_verbatim(turn: Json, ids: Sequence[str]) -> bytes:
     return msgspec.json.encode({"ids": ids, "turn": turn})
 
 
-def read_messages(request: RelayRequest) -> list[RelayMessage]:
-    """Decode the messages of a call. Tool results get the call ids that the endpoint uses, and the names of their tools."""
+def read_messages(request: RelayRequest, clean_id: Callable[[str], str] = str) -> list[RelayMessage]:
+    """Decode the messages of a call. Tool results get the call ids that the endpoint uses, and the names of their tools.
+
+    `clean_id` replaces characters that the endpoint does not allow in ids. Different ids may then become the same, so it is applied before
+    ids are made unique.
+    """
     history = request.call.history
     messages: list[RelayMessage] = []
     calls: dict[str, tuple[str, str]] = {}  # the agent's id of a call → the endpoint's id, and the tool's name
@@ -90,14 +94,14 @@ def read_messages(request: RelayRequest) -> list[RelayMessage]:
             if message.unsupported:
                 raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
             if message.role == "assistant":
-                ids = own.ids if own is not None else [_make_unique(call.id, taken) for call in message.tool_calls]
+                ids = [_make_unique(clean_id(c.id), taken) for c in message.tool_calls] if own is None else own.ids
                 for call, its in zip(message.tool_calls, ids, strict=False):
                     calls[call.id] = its, call.name
                 renamed = [msgspec.structs.replace(c, id=its) for c, its in zip(message.tool_calls, ids, strict=False)]
                 spoken = msgspec.structs.replace(message, tool_calls=tuple(renamed))
                 messages.append(RelayMessage(spoken, own.turn if own is not None else None))
             elif message.role == "tool":
-                its, name = calls.get(message.tool_call_id, (message.tool_call_id, ""))
+                its, name = calls.get(message.tool_call_id, (clean_id(message.tool_call_id), ""))
                 named = msgspec.structs.replace(message, tool_call_id=its, name=message.name or name)
                 messages.append(RelayMessage(named))
             else:
