@@ -1,4 +1,4 @@
-"""Test wire helpers shared by all dialects."""
+"""Test what all dialects share: wire helpers, and the choice of a dialect for stored messages and tools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from types import FrameType
 
 import pytest
 
+from turngate.dialects import decode_stored_messages, decode_stored_tools
 from turngate.dialects.wire import without_lone_surrogates
+from turngate.errors import BadRequest
 
 
 @pytest.mark.parametrize(
@@ -50,3 +52,9 @@ def test_long_text_calls_no_function_for_each_character(text: bytes) -> None:
     finally:
         sys.setprofile(None)
     assert len(calls) < 10, calls[:20]
+
+
+def test_unknown_dialect_of_stored_data_is_named() -> None:
+    for decode in (decode_stored_messages, decode_stored_tools):
+        with pytest.raises(BadRequest, match="unknown dialect 'morse'"):
+            decode("morse", b"[{}]")

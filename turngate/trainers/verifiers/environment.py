@@ -44,9 +44,9 @@ from turngate.trainers.verifiers.graft import graft, turns_from_view
 from turngate.types import Json, Sampling
 from turngate.views.trace import parse_trace as read_view
 
+log = logging.getLogger("turngate")
 GRADE = "grade"  # name of the only reward
 _FETCH_S = 60.0
-log = logging.getLogger("turngate")
 # The verifiers exception for each boundary.
 _FAULTS: Mapping[Boundary, type[Exception]] = {
     "engine": vf.ProviderError,
