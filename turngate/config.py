@@ -99,8 +99,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sampling_masks: Annotated[
         bool,
         _about(
-            "Record which ids top-p, top-k and min-p left to sample from, so that turns sampled with these settings can be trained. Needs "
-            "the local engine, SGLang, or vLLM with engine_api generate.",
+            "Record, for each sampled token, which ids remained after top-p, top-k and min-p, so that turns sampled with these settings "
+            "can be used for training. Needs the local engine, SGLang, or vLLM with engine_api generate.",
             ENGINE,
         ),
     ] = False

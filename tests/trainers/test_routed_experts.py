@@ -28,7 +28,7 @@ def test_incomplete_experts_are_rejected(spans: tuple[tuple[int, int], ...]) -> 
     column = SideColumn(spans, VALUES[: sum(end - start for start, end in spans)])
     for convert in (to_verl, to_miles, to_prime_rl):
         with pytest.raises(
-            IncompleteExperts, match="of 5 tokens have routed experts, but a trainer needs those of all tokens"
+            IncompleteExperts, match="a trainer needs the routed experts of all 5 tokens except the last"
         ):
             convert(column, 5)
 

@@ -762,7 +762,7 @@ def test_unknown_policy_version_is_detected(copy: Recorded) -> None:
         turn = t.of_kind("sampled")[0]
         for versions, words in {
             (0, 999): "its policy version is 999, but the highest ever active here is 0",
-            (-5, 0): "its policy version is -5, but the first is 0",
+            (-5, 0): "its policy version is -5, but versions start at 0",
         }.items():
             t.facts(turn, version_start=versions[0], version_end=versions[1])
             [finding] = run_verify(data, session).wrong

@@ -93,7 +93,10 @@ def cache_folder(installed: Installation) -> Path:
 
 
 def fingerprint(spec: AgentSpec) -> str:
-    """Return the fingerprint of what the agent runs. After a failed build, the cache is built again only if the fingerprint has changed."""
+    """Return a fingerprint of the agent's command, input, environment and files.
+
+    After a failed build, the cache is built again only if the fingerprint has changed.
+    """
     parts = msgspec.to_builtins((spec.command, spec.stdin, spec.env, spec.files))
     return f"{spec.name} {hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]}\n"
 

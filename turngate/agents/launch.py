@@ -120,9 +120,9 @@ def plan_launch(
 
 
 def plan_preload(spec: AgentSpec, installed: Installation) -> Preload | None:
-    """Plan a fork server: its imports, and the environment variables that are the same in every run.
+    """Plan a fork server, which starts the agent with its modules already imported.
 
-    Return None if the agent or its sandbox cannot use a fork server.
+    Return None if the agent's description has no `preload`, or if the sandbox uses its own Python.
     """
     # A sandbox with its own Python has no fork server.
     if not spec.preload or not installed.python.startswith("/"):

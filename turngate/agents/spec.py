@@ -244,7 +244,10 @@ def parse_spec(text: str, where: str) -> AgentSpec:
 
 
 def write_description(spec: AgentSpec, folder: Path) -> None:
-    """Write the agent's description to the folder with the agent's logs, where it is needed to read them. Raise `AgentError` on failure."""
+    """Write the agent's description to the folder with the agent's logs. Raise `AgentError` on failure.
+
+    `turngate verify` uses the description to parse the agent's transcript.
+    """
     try:
         (folder / _DESCRIPTION).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     except OSError as error:

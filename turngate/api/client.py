@@ -209,7 +209,7 @@ class Client:
     def _plan_work(
         self, jobs: Sequence[_Job], given: RunSettings, board: ProgressBoard, put: Callable[[tuple[int, Result]], None]
     ) -> list[Coroutine[Any, Any, None]]:
-        """Return coroutines that share the jobs. `put` is called with each result and its index."""
+        """Return coroutines that together run all jobs. `put` is called with each result and its index."""
         if self._cluster is not None:
             return [self._run_jobs_on_cluster(jobs, given, board, put)]
         waiting = deque(jobs)
@@ -465,7 +465,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
-    """Return the next result, or None if there are no more. If a worker has failed, raise its error, which may affect all rollouts."""
+    """Return the next result, or None if there are no more. If a worker has failed, raise its error, even if results are waiting."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

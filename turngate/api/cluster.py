@@ -29,7 +29,10 @@ async def run_on_cluster(
     board: ProgressBoard,
     put: Callable[[tuple[int, Result]], None],
 ) -> None:
-    """Run n rollouts of each task, calling `put` with each result and its index. A rollout has several results if a retry is requested."""
+    """Run n rollouts of each task, calling `put` with each result and its index.
+
+    If a rollout is retried on request, `put` is called again with the new result and the same index.
+    """
 
     def watch(progress: BatchProgress) -> None:
         board.running_elsewhere = sum(progress.states.values())

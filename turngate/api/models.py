@@ -173,7 +173,8 @@ def find_agent_name(agent: str) -> str:
 def list_agents_with(agent: str) -> list[str] | None:
     """Return a value for the service's setting `agents` that allows `agent` in addition to the agents that are allowed by default.
 
-    Return None if `agent` is empty or allowed by default. The latter is true for every preset except `shell`, but not for TOML files.
+    Return None if `agent` is empty or allowed by default. Every agent that `turngate agents` lists is allowed by default, except `shell`.
+    An agent that is passed as a TOML file is not.
     """
     if not agent or (agent == find_agent_name(agent) and agent != _SHELL):
         return None

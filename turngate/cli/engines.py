@@ -49,7 +49,7 @@ def _print_engines(view: EnginesView) -> None:
         table.add_row(engine.url, _describe_state(engine), *counts, use, str(engine.sessions))
     console.print(table)
     if view.saturated:
-        say(console, f"All engines are crowded. Calls waiting in the gateway: {view.waiting}.")
+        say(console, f"No engine has room for more calls. Calls waiting in the gateway: {view.waiting}.")
 
 
 def _describe_state(engine: EngineView) -> str:

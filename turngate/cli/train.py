@@ -197,9 +197,11 @@ def _check_resumable(run: TrainingRun) -> None:
 
 
 def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
-    """Return the number of rounds up to the last one with a finished rollout: at least 1, or 0 if the folder contains no batch.
+    """Return the number of rounds up to the highest one with a finished rollout.
 
-    Raise ConfigError if the folder contains a batch with different terms, which are the settings in the batch's ledger. `options` maps
+    Return 1 if no rollout has finished, and 0 if the folder contains no batch.
+
+    Raise ConfigError if the batch was started with different terms: the settings in its ledger, which must not change. `options` maps
     the names of the terms to flags, for the error message.
     """
     if not (plan.folder / ledger.LEDGER_NAME).exists():

@@ -129,9 +129,9 @@ def _verify_selected(folder: SessionReader, options: VerifyCommandOptions, means
 
 
 def _finish(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
-    """Return True if no errors were found. Without a console, print the results as JSON. Otherwise, print `undone` if there are errors.
+    """Print the results as JSON or, on a console, `undone` if there are errors. Return True if no errors were found.
 
-    `undone` says what was requested but not done.
+    `undone` says what was requested but not done. If no errors were found, the caller raises an exception with this text instead.
     """
     fine = all(verdict.ok for verdict in verdicts)
     if console is None:

@@ -226,7 +226,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return await self.report_lags(number, version, meter.summarize())
 
     async def report_lags(self, number: int, version: int, lags: tuple[LagMismatch, ...]) -> tuple[MismatchAlarm, ...]:
-        """Like `report_mismatch`, but for statistics that the caller has already computed. If `lags` is empty, nothing is sent."""
+        """Report statistics that the caller has already computed. If `lags` is empty, send nothing. See `report_mismatch`."""
         if not lags:
             return ()
         report = MismatchReport(reader=self._reader, number=number, version=version, lags=lags, id=uuid.uuid4().hex)

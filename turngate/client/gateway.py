@@ -94,7 +94,10 @@ class GatewayClient(FeedClient):
         return await self._request("POST", "/admin/weights", FenceView, body, within=limit)
 
     async def engines(self) -> EnginesView:
-        """Return the engines of the gateway and their load. With a project key, `engines` is empty."""
+        """Return the engines of the gateway and their load.
+
+        With a project key, return only whether the engines are saturated, and whether they are scripted.
+        """
         return await self._request("GET", "/admin/engines", EnginesView)
 
     async def models(self) -> list[str]:
@@ -185,7 +188,7 @@ class GatewayClient(FeedClient):
         restarts without losing or repeating an event. It ends without an error if the gateway does not know the session or does not accept
         the key. With `wait=False`, it stops after the existing events.
         """
-        assert self._http is not None, "use the client as a context manager"
+        assert self._http is not None, "the client is not open; use it in an `async with` block"
         path = f"/admin/sessions/{quote(session)}/events" if session else "/admin/events"
         while True:
             try:

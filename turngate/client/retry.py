@@ -49,7 +49,7 @@ class Backoff:
         self._attempts = 0
 
     def reset(self) -> None:
-        """Start again with the shortest pause, because the gateway has answered."""
+        """Return to the shortest pause. Call this when the gateway has answered."""
         self._attempts = 0
 
     async def pause(self, at_most_s: float | None = None) -> None:

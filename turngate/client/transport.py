@@ -58,7 +58,7 @@ class InvalidReply(TurngateError):
 
 
 class GatewayTransport:
-    """Sends requests to one gateway. Use it as a context manager."""
+    """Sends requests to one gateway. Use it as an async context manager."""
 
     def __init__(self, url: str, admin_key: str, project: str = "") -> None:
         """`admin_key` is the admin key or the key of a project. With the admin key, `project` is the project to act on."""

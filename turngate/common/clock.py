@@ -15,5 +15,5 @@ _START = time.time() - time.clock_gettime(_PASSING)
 
 
 def now() -> float:
-    """Return the time of day in seconds since 1970."""
+    """Return the current Unix time in seconds."""
     return _START + time.clock_gettime(_PASSING)

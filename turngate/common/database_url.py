@@ -38,7 +38,7 @@ class DatabaseUrl(msgspec.Struct, frozen=True):
 
     @property
     def folder(self) -> Path:
-        """The local folder for the admin key and the address of a gateway on this store."""
+        """The local folder in which a gateway on this store keeps its admin key and its address."""
         return Path("turngate-data") / f"shared-{hashlib.sha256(self.name.encode()).hexdigest()[:12]}"
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """The process that owns a sandbox or runs a rollout. If it has ended, its sandbox and its session can be cleaned up.
 
-A process is identified by its number, start time, kernel boot and process namespace. A machine is identified by its name and a digest of
-its machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or in labels
+A process is identified by its PID, start time, boot id and PID namespace. A machine is identified by its name and a digest of its
+machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or in labels
 (other sandboxes). A runner announces its process with the first stage of a rollout.
 """
 

@@ -214,7 +214,7 @@ def _usage_to_wire(usage: Usage | None) -> dict[str, Json]:
 
 
 def _context_management(options: MessagesReplyOptions) -> dict[str, Json]:
-    """If the request asked for context management, return the field that reports that no context edits were applied."""
+    """Return the field that reports that no context edits were applied, if the request asked for context management."""
     return {"context_management": {"applied_edits": []}} if options.edits else {}
 
 

@@ -1,4 +1,4 @@
-"""Functions that the chat and responses dialects share: for model lists, error bodies, custom tools and lists of allowed tools.
+"""Functions for model lists, error bodies, custom tools and lists of allowed tools, shared by the chat and responses dialects.
 
 A custom tool takes free text. The model sees it as a function with a single string argument, `input`.
 """

@@ -157,7 +157,7 @@ def encode_deleted(response_id: str) -> bytes:
 
 
 def _add_id(item: bytes, suffix: str) -> bytes:
-    """Complete an item for a list: add a missing type or id, and convert content that is a string to a list of parts."""
+    """Complete an item for a list: add a missing type or id, and convert string content to a list of parts."""
     fields: dict[str, Json] = msgspec.json.decode(item)
     if not fields.get("type"):
         fields = {"type": "message", **fields}

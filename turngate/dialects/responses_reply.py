@@ -280,7 +280,7 @@ class ResponsesStream:
         return data + self._add_item(form.item % (item.id, part if plain else b"", self._encode_encrypted(item, plain)))
 
     def _encode_encrypted(self, item: _OpenItem, reasoning: str) -> bytes:
-        """Return the field `encrypted_content`: the provider's signature, or the reasoning if the request asks for it."""
+        """Encode the field `encrypted_content`: the provider's signature, or else the reasoning if the request asks for this field."""
         signature = item.signature or (
             encode_reasoning(reasoning) if reasoning and self._options.encrypt_reasoning else ""
         )

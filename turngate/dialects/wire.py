@@ -177,7 +177,7 @@ def validate_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, .
 
 
 def placeholder(kind: str, data: bytes) -> str:
-    """Return text that replaces content that is not text, such as an image. The text contains a hash of `data`."""
+    """Return the text that replaces an image or other non-text content. It contains a hash of `data`."""
     return f"[{kind} {blake2b(data, digest_size=8).hexdigest()}]"
 
 

@@ -36,7 +36,9 @@ def _check_agent(spec: AgentSpec, is_named: bool) -> CheckOutcome:
             if spec.check
             else "install the program on this machine (for bubblewrap, in /usr), or use a sandbox with an image that contains it"
         )
-        return not_checked(f"{spec.name}: the program must be installed in the sandbox", fix)
+        return not_checked(
+            f"{spec.name}: Turngate does not install this program; the sandbox must already contain it", fix
+        )
     if install.npm and platform.libc_ver()[0] != "glibc":
         problem = failure if is_named else warning
         return problem(

@@ -64,7 +64,7 @@ def _check_outbox(data: Path) -> list[CheckOutcome]:
     if waited > _LATE_S:
         return [
             warning(
-                f"{message}; the oldest has been due for {waited:.0f} s",
+                f"{message}; the oldest should have been shipped {waited:.0f} s ago",
                 "start the cell; if it is running, check its log",
             )
         ]

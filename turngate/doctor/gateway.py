@@ -67,7 +67,7 @@ async def check_engines(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_call(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that a small model call in a new session produces tokens that can be trained. The session is deleted afterwards."""
+    """Check that a small model call in a new session produces trainable tokens. The session is deleted afterwards."""
     try:
         async with _client(context) as client:
             if (await client.fence()).paused:
@@ -121,7 +121,7 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
     )
     if not trained or not known:
         return warning(
-            "a call succeeded, but its tokens cannot be trained",
+            "a call succeeded, but its tokens cannot be used for training",
             "to find the reason, run: turngate doctor --engine …",
         )
     return ok(f"a call took {took:.2f} s; trainable tokens: {trained}; the call's session was deleted")

@@ -30,7 +30,7 @@ class Base64Field:
         self._rest = b""  # characters of an incomplete group of four
 
     async def feed_slowly(self, read: bytes) -> bytes:
-        """Like `feed`, but let other tasks run between steps, because one read may contain megabytes."""
+        """Call `feed` for one piece of `read` at a time, and let other tasks run in between, because one read may contain megabytes."""
         parts = [self.feed(read[:_STEP_BYTES])]
         for start in range(_STEP_BYTES, len(read), _STEP_BYTES):
             await asyncio.sleep(0)

@@ -137,7 +137,7 @@ class Gate:
         return ticket
 
     def next_event(self, ticket: Ticket) -> Chunk | TurngateError | float | None:
-        """Return the next event of a call, or, if there is none yet, the deadline for waiting for it (None for no deadline)."""
+        """Return the next event of a call. If there is none yet, return the monotonic time at which to stop waiting, or None."""
         with self._lock:
             if ticket.events:
                 return ticket.events.popleft()

@@ -96,7 +96,7 @@ class Ticket:
 
 
 class EndedCall(msgspec.Struct, frozen=True):
-    """A record of a call that has ended."""
+    """A record of an ended call, used to recognize a repeated answer and to explain why a late one is rejected."""
 
     reason: str
     answered: bool

@@ -458,7 +458,7 @@ class EngineClient:
     def post(self, path: str, body: bytes, headers: Mapping[str, str], large_field: Base64Field | None = None) -> Reply:
         """Return a POST request and its reply as a context manager. The first read sends the request.
 
-        `large_field` is extracted from the reply.
+        If `large_field` is set, it collects the content of one long field, which is removed from the reply.
         """
         return Reply(self, path, body, headers, large_field)
 

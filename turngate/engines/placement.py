@@ -7,8 +7,8 @@
   the session's whole prefix again. Between two reports, the number of sessions that a gateway moves is limited to its own
   share of the waiting calls.
 - Calls that this gateway has begun since the last report count as waiting once the lane is full, so a burst between two reports can
-  crowd a lane. A lane is full when it has as many calls as it was running when it was last reported as crowded. If it later runs
-  more calls without being crowded, the number of calls that fill it is unknown again.
+  crowd a lane. A lane is full when it has as many calls as it was running at the last report in which it was crowded. If it later
+  runs more calls without being crowded, the number of calls that fill it is unknown again.
 - A new session goes to a lane that is not crowded or, if all are crowded, to any lane. If several lanes qualify, the one with the fewest
   calls is chosen. A tie goes to the lane with the fewest of this gateway's sessions.
 

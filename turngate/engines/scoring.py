@@ -244,7 +244,7 @@ class SGLangScoring(_ScoringServer):
         if wrong := [count for count in counts if count != len(ids)]:
             raise InvalidScores(f"{self.name} returned the wrong number of scores: {wrong[0]} instead of {len(ids)}")
         if not np.array_equal(np.array([token.token_id for token in scored], ID_DTYPE), ids):
-            raise InvalidScores(f"{self.name} returned scores for different ids from those it was sent")
+            raise InvalidScores(f"{self.name} returned scores for ids that differ from those sent")
         found = [self._read_span(scored, tops if top_k else None, span, top_k) for span in spans]
         check_scores(self.name, spans, found, top_k)
         return found

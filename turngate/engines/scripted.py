@@ -1,4 +1,4 @@
-"""The scripted engine, which replays token ids deterministically, with the faults in its script. It runs in process, without HTTP.
+"""The scripted engine, which replays the token ids, delays and faults in its script. It runs in process, without HTTP.
 
 It is used by tests and by `turngate serve --engine scripted`. Log-probabilities are derived from the prompt and the ids
 (`derive_logprobs`), so they prove which prompt a recorded turn was conditioned on.

@@ -101,6 +101,6 @@ class KeyRing:
         return Quotas() if found is None else found.quotas
 
     def weight(self, project: str) -> float:
-        """Return a project's weight in the queue of model calls from the current copy, without refreshing the copy."""
+        """Return a project's weight in the queue of model calls, as stored in the copy. The copy is not renewed first."""
         found = self._known.projects.get(project)
         return 1.0 if found is None else found.weight

@@ -1,7 +1,7 @@
 """Change the engine pool while the gateway is running: add, drain and remove engines.
 
     add     load the current weights into the engine, add it to the list, and let every process use it
-    drain   send the engine no new calls: calls in flight end there, and sessions move to another engine with their next call
+    drain   send the engine no new calls: calls in flight finish there, and sessions move to another engine with their next call
     remove  drain the engine, wait until its calls have ended, and remove it from the list
 
 The list in the store is authoritative (`engine_list.py`), and `LocalEngines` makes the pool of this process match it. A change is applied

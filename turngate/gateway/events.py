@@ -77,7 +77,7 @@ class Events:
         return self._log.newest()
 
     def knows(self, session: str) -> bool:
-        """Return whether a session has events other than `deleted`. Some may be older than the session itself."""
+        """Return whether a session has events other than `deleted`. A runner may announce events before the session is opened."""
         return self._log.knows(session)
 
     def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[GatewayEvent]:

@@ -6,11 +6,12 @@ its share of the engines, however many calls of other projects are waiting. If a
 other projects. Each project with calls has at least one running, even if its share is less than one call.
 
 Calls wait here only while all engines report long queues, or to leave room for other cells (see below). While calls are waiting, each call
-that ends lets another one in, so the engines stay as full as they are. A gateway with only one project lets every call through.
+that ends lets another one in, so the load of the engines does not drop. A gateway with only one project lets every call through.
 
 If several cells use the same engines, each cell has a part of every project's share (`cell_parts.py`). The next call in a cell comes from
-the project with the fewest running calls relative to the cell's part. While another cell runs fewer calls than its own part, a project that
-already runs its full part in this cell starts no new call when one of its calls ends. This frees room at the engines for the other cell.
+the project with the fewest running calls relative to the cell's part. While another cell has a waiting call that it could run without
+exceeding its part, a project that already runs its full part in this cell starts no new call when one of its calls ends. This frees room at
+the engines for the other cell.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Projects:
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def list_keys(self, caller: Caller, project: str = "") -> list[KeyView]:
-        """Return the keys of `project`. Without it, return the keys of the caller's project, or all keys if the caller is the operator."""
+        """Return the keys of `project`. If `project` is empty, return the keys of the caller's project, or all keys for the operator."""
         self._require_writable()
         wanted = project or caller.project
         if wanted:

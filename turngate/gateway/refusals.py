@@ -9,7 +9,7 @@ that is too large, or anything that the engine rejects as invalid. These errors 
     429         too many calls at the same time, or a quota is used up; the same call may succeed later
     context     the prompt is too long; agents compact their history and try again
     previous    the response that a call continues is unknown; agents send the whole conversation instead
-    thread      the Anthropic SDK asked the server to keep the conversation; it sends the whole conversation instead
+    thread      the Anthropic SDK asked the server to keep the conversation; the SDK then sends the whole conversation
     5xx         the engine, the store or the gateway failed
 
 Requests for token counts and lists of models sample nothing, so they do not count either.

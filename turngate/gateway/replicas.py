@@ -45,7 +45,7 @@ class ReplicaSet:
         """Return the replicas. Raise `Conflict` ("this gateway's engine cannot …", completed by `action`) if there are none."""
         found = list_updatable_replicas(self._engine)
         if not found:
-            raise Conflict(f"this gateway's engine cannot {action}; only vllm and sglang can")
+            raise Conflict(f"this gateway's engine cannot {action}; only the engines vllm, sglang and local can")
         return found
 
     @property
@@ -56,7 +56,7 @@ class ReplicaSet:
         return [] if self._engine is None else await self._engine.health()
 
     def expect(self, version: int) -> None:
-        """Treat replicas that do not have the weights of `version` as down, if the gateway knows where these weights are."""
+        """Treat replicas without the weights of `version` as down. If it is unknown where these weights are, accept any weights."""
         load = self._read_loadable(version)
         for replica in list_updatable_replicas(self._engine):
             replica.expect(load)

@@ -1,4 +1,4 @@
-"""One fence for many cells: change it in the shared store (its table is in `store/shared/fence.py`), or follow it.
+"""One fence for many cells, kept in the shared store (its tables are in `store/shared/fence.py`).
 
 Calls wait at the fence during weight updates (`fence.py`). The gateway on the shared store changes the fence (`SharedBarrier`), and every
 cell follows it (`FenceFollower`). After a change, the gateway waits until each follower has carried it out or can no longer serve. A
@@ -246,7 +246,7 @@ class FenceFollower:
         return True
 
     async def _watch(self) -> None:
-        """Hold new calls and abort those in flight whenever no report has succeeded for too long."""
+        """Hold new calls and abort those in flight whenever the last successful report is too old."""
         has_failed = False
         while True:
             left = self._fence.valid_until - fence_clock()

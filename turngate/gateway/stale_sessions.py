@@ -41,7 +41,7 @@ class StaleSessions:
         return bool(self._tasks)
 
     def cancel_in_background(self) -> None:
-        """Start cancelling the sessions that have become stale with the current policy version."""
+        """Start cancelling the sessions that are stale at the current policy version."""
         for other in self.others:
             other.cancel_in_background()
         try:

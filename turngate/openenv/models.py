@@ -61,7 +61,9 @@ class TurngateState(State):
     last_rollout: str = Field(
         default="", description="The id of the rollout that was last started or whose status was last returned"
     )
-    last_status: str = Field(default="", description="The status of last_rollout, or empty if it had just started")
+    last_status: str = Field(
+        default="", description="The status of last_rollout when last returned, or empty if no call has returned it yet"
+    )
     last_reward: Optional[float] = Field(
         default=None, description="The reward of last_rollout, or null if unknown, which is not the same as 0"
     )

@@ -94,7 +94,7 @@ class Certificate(msgspec.Struct, frozen=True):
         return frozenset(passed - self.uncertified.keys())
 
     def select(self, *, has_tools: bool) -> Certificate:
-        """Return a certificate with only the findings of cases with (or without) tools. A model may have a separate template for tools."""
+        """Return a copy with only the findings whose `has_tools` has this value. A model may have a separate template for tools."""
         return msgspec.structs.replace(
             self, findings=tuple(finding for finding in self.findings if finding.has_tools == has_tools)
         )

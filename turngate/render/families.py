@@ -105,7 +105,7 @@ class FamilyRenderer:
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> str:
         extends = self.bridge(last, new, tools, kwargs) is not None
-        return "" if extends else f"the renderer {self.name} does not extend this turn"
+        return "" if extends else f"the renderer {self.name} has no bridge for this transition"
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
         return np.array(self.render(messages, tools, kwargs), ID_DTYPE)

@@ -62,10 +62,10 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Merge or convert each system message that does not start the conversation.
+    """Append each system message that does not start the conversation to the message before it, or turn it into a user message.
 
-    If a system or user message directly precedes it, append its text to that message. Otherwise, turn it into a user message. This is for
-    templates that leave out or move a system message in the middle of a conversation.
+    It is appended if the message before it is a system or user message. This is for templates that leave out or move a system message in
+    the middle of a conversation.
     """
     out: list[Message] = []
     for message in messages:

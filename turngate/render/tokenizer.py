@@ -146,7 +146,7 @@ class Tokenizer:
         return b"".join(map(self.bytes_of, ids))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of one token of a byte-level vocabulary. An id outside the vocabulary, such as padding, has none."""
+        """Return the bytes of one token of a byte-level vocabulary, or no bytes for an id outside the vocabulary, such as padding."""
         assert self._bytes is not None
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
@@ -369,7 +369,7 @@ def _surely_nfc(text: str) -> bool:
 
 
 def probe_corpus(added: Iterable[str] = ()) -> list[str]:
-    """Return texts for which two encoders must return the same ids before one may replace the other: code, scripts, spaces, digits."""
+    """Return texts for which two encoders must agree before one may replace the other: code, writing systems, spaces, digits."""
     code = Path(__file__).read_text(encoding="utf-8")
     lines = [
         code,
@@ -441,9 +441,9 @@ def _parse_length(value: Json) -> int | None:
 def _load_chat_templates(folder: Path, config: Json) -> tuple[str | None, str | None]:
     """Return the chat template and, if there are two, the template for conversations with tools.
 
-    They are read from files or, if chat_template.jinja does not exist, from `config`, the content of tokenizer_config.json. It contains
-    one template, or a list of named templates such as `default` and `tool_use`. If there is no default template, the template for tools
-    is used as the chat template.
+    They are read from files or, if chat_template.jinja does not exist, from `config`, the content of tokenizer_config.json. `config`
+    contains one template, or a list of named templates such as `default` and `tool_use`. If there is no default template, the template
+    for tools is used as the chat template.
     """
     files = {"default": folder / "chat_template.jinja", "tool_use": folder / TOOL_TEMPLATE_FILE}
     if files["default"].exists():

@@ -47,7 +47,7 @@ def read_vocabulary(path: Path, config: Json) -> Vocabulary:
 
 
 def add_declared_tokens(spec: Json, config: Json) -> list[str]:
-    """Add the tokens that only `tokenizer_config.json` declares to `spec`, which is the content of `tokenizer.json`. Return these tokens.
+    """Add to `spec`, the content of `tokenizer.json`, the tokens that only `tokenizer_config.json` declares. Return these tokens.
 
     Each token gets its declared id. If a placeholder in the vocabulary has this id, the token replaces it. If an ordinary token has this
     id, the declared token is left out, and `markers.py` rejects a template that needs it.

@@ -248,7 +248,7 @@ def _check_rows(samples: list[SampleRow], nodes: list[TraceNode]) -> PromiseResu
 
 
 def _explain_rows(nodes: list[TraceNode]) -> str:
-    """Return a text that names the turns of the main conversation that begin a branch, and the cause of each fork."""
+    """List the turns of the main conversation that begin a branch, with the cause of each fork."""
     by_id = {node.id: node for node in nodes}
     turns = [node for node in nodes if isinstance(node, TraceTurn)]
     number_of = {turn.id: number for number, turn in enumerate(turns, 1)}
@@ -266,7 +266,7 @@ def _explain_rows(nodes: list[TraceNode]) -> str:
 
 
 def _explain_edit(replaced: TraceTurn, number: int) -> str:
-    """Return a text that names the turn whose answer the agent changed, with a suggestion if the answer has several tool calls."""
+    """Say which turn's answer the agent changed, and suggest a fix if the answer has several tool calls."""
     calls = len(replaced.decode_message().tool_calls)
     changed = f": the agent changed the answer of turn {number} in its history"
     hint = f"; turn {number} has {calls} calls: if the agent runs one tool per reply, write [[check]] steps with one call each"

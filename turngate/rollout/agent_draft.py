@@ -158,7 +158,7 @@ def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
         return []
     return [
         "",
-        "# The agent asks for temperature 0, which cannot be trained. Rollouts use temperature 1 instead. To change that, set:",
+        "# The agent asks for temperature 0. Such turns cannot be trained on, so rollouts use temperature 1. To change that, set:",
         "# [sampling]",
         "# temperature = 0.6",
     ]

@@ -70,7 +70,10 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
 
 
 def explain_unstarted(report: TrainingReport | None, exit_code: int | None, backend: Backend) -> TrainingReport | None:
-    """Return the report, with a new reason and fix if nothing can be trained, probably because a program could not be started."""
+    """Return the report. If nothing can be trained and the exit code suggests why, replace the report's reason and fix.
+
+    Exit codes 126 and 127 usually mean that a program could not be started.
+    """
     if report is None or report.amount != "none" or exit_code not in (_NOT_EXECUTABLE, _NOT_FOUND):
         return report
     problem, fix = _explain_missing(exit_code, backend)

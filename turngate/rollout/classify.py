@@ -158,7 +158,7 @@ def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
     """Determine the cause if the agent's last call failed.
 
     A call that does not fit in the model's context counts as a limit. If the engine rejected the call but answered earlier ones, the
-    rollout is classified by how the agent ended. Otherwise, the failed call is a fault of the error's boundary.
+    rollout is classified by how the agent ended. Otherwise, the boundary that the error names is at fault.
     """
     if error.kind == ContextOverflow.kind:
         return _Cause("limit", error.kind)
@@ -168,7 +168,7 @@ def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
 
 
 def _was_engine_silent(ending: Ending, status: Status) -> bool:
-    """Return whether the agent failed or timed out after it had waited most of its time for an engine that sent no tokens."""
+    """Return whether the agent failed or timed out after spending most of its time waiting for an engine that sent no tokens."""
     if ending.silent_s <= SILENT_SHARE * (ending.ran_s or 0.0):
         return False
     return status == "timed out" or (status == "failed" and ending.silent_s > PATIENCE_S)

@@ -239,7 +239,10 @@ def build_finished(
 
 
 def exclude(finished: FinishedRollout, reason: str) -> FinishedRollout:
-    """Return the rollout, but without its verdict if there is a `reason` why its outcome does not count. The gateway keeps the outcome."""
+    """Return the rollout without its verdict if `reason` says why its outcome does not count, otherwise return it unchanged.
+
+    The gateway keeps the outcome.
+    """
     if not reason:
         return finished
     return msgspec.structs.replace(finished, kind="cancelled", reward=None, resolved=None, message=reason)

@@ -18,7 +18,7 @@
     record    store the outcome at the gateway, together with the trace
 
 Each stage has a time limit. If a stage fails, `classify.py` decides what is at fault. The recorded trace is always kept. An agent never
-runs twice on the same trace, and only grading is retried.
+runs twice on the same trace. Grading is the only stage that is retried.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from turngate.types import RUNNER_LOST, STALE, SUPERSEDED, Json
 # Why the gateway cancelled a session, for the message about it.
 _STOP_REASONS = {
     SUPERSEDED: ": its attempt was superseded",
-    RUNNER_LOST: ": the process that runs it seemed to have ended",
+    RUNNER_LOST: ": its runner seemed to have ended",
 }
 
 RESTART_S = 40.0  # how long to wait for a gateway that is restarting

@@ -48,7 +48,7 @@ class FreeSpace(msgspec.Struct, frozen=True):
         return cls(found.f_bavail * found.f_frsize, found.f_ffree)
 
     def used_since(self, before: FreeSpace) -> int:
-        """Return the growth of the used space since `before`, in bytes, counted as in `measure_folder`."""
+        """Estimate how many bytes have been used since `before`. Each new file or folder counts as `ENTRY_BYTES` plus its content."""
         entries = max(0, before.entries - self.entries)
         return max(0, before.bytes - self.bytes) + entries * ENTRY_BYTES
 
@@ -56,8 +56,8 @@ class FreeSpace(msgspec.Struct, frozen=True):
 class DiskWatch:
     """Measures one sandbox's disk use, and calls `on_exceeded` with an error if the sandbox uses more than `limit` bytes.
 
-    If the machine's disk is nearly full, the limit is at most `RESERVE_BYTES`. `folder` is on the file system that the sandbox
-    uses. After each call of `on_exceeded`, the sandbox may use another `limit` bytes, because its files are still there.
+    After each call of `on_exceeded`, the sandbox may use another `limit` bytes, because its files are still there. While the machine's
+    disk is nearly full, it may use only `RESERVE_BYTES` in total. `folder` is on the file system that the sandbox uses.
     """
 
     def __init__(

@@ -125,7 +125,10 @@ async def _read_port(sandbox: Sandbox, folder: str) -> int:
     if text.isdigit():
         return int(text)
     log = await sandbox.exec(["cat", f"{folder}/log"], timeout_s=START_S)
-    reason = log.stdout.decode(errors="replace").strip()[-300:] or f"no port and no error within {START_S:.0f} s"
+    reason = (
+        log.stdout.decode(errors="replace").strip()[-300:]
+        or f"it reported neither a port nor an error within {START_S:.0f} s"
+    )
     raise SandboxError(f"the relay to the gateway did not start in the sandbox: {reason}")
 
 

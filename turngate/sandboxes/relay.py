@@ -298,7 +298,7 @@ class HttpRelay:
     def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
         # Not a coroutine: before Python 3.12, asyncio logs a traceback when the task that runs it is cancelled.
         if not self._server or not self._server.is_serving() or len(self._connections) >= self.max_connections:
-            refuse(writer, RequestRefused(503, "the relay is closing or is full", "overloaded"))  # the sender retries
+            refuse(writer, RequestRefused(503, "the relay is closing or has too many connections", "overloaded"))
             writer.close()
             return
         task = asyncio.ensure_future(self._serve(ClientConnection(self, reader, writer)))

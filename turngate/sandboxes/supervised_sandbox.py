@@ -66,7 +66,7 @@ class Control:
 
 
 class SupervisedSandbox(PosixSandbox):
-    """A sandbox with a host folder and a supervisor. `home`, `workdir` and `shared` are paths inside the sandbox."""
+    """A sandbox with a host folder and a supervisor. The parameters `home`, `workdir` and `shared` are paths inside the sandbox."""
 
     def __init__(self, folder: Path, env: Mapping[str, str], *, home: str, workdir: str, shared: str) -> None:
         self.folder = folder

@@ -472,7 +472,7 @@ def _try_call(call: Callable[..., object], *args: Any, **kwargs: Any) -> int:
 
 
 def main() -> None:
-    """Run as the first process of a sandbox."""
+    """Run a sandbox's supervisor with the arguments FD, LIFE_S and, optionally, FOLDER."""
     supervise(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), sys.argv[3:], exec_command)
 
 

@@ -121,7 +121,7 @@ class Tunnel:
         return self.url
 
     async def _read(self, stream: asyncio.StreamReader, lines: list[str], found: asyncio.Future[str]) -> None:
-        """Read all output of the command while it runs, so that its pipe never fills up."""
+        """Read a stream of the command, and set `found` to the first URL in it. Read it to its end, so that its pipe never fills up."""
         while True:
             try:
                 line = await stream.readline()

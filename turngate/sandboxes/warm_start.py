@@ -224,7 +224,7 @@ class ForkServer:
 
 
 class WarmStart:
-    """A sandbox's right to start one program from a fork server.
+    """Lets a sandbox start one program from a fork server.
 
     Until this object is closed, the server does not exit, even if it is idle.
     """
@@ -335,7 +335,7 @@ def is_enabled() -> bool:
 async def find_server(
     kind: str, preload: Preload, source: Path, prepare: Callable[[Preload], ServerProcess]
 ) -> WarmStart | None:
-    """Return a sandbox's right to use a fork server, or None for a plain start. `source` is the folder of the installation on the host."""
+    """Return a sandbox's `WarmStart`, or None for a plain start. `source` is the folder of the installation on the host."""
     if not is_enabled():
         return None
     try:

@@ -35,7 +35,10 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TakeOverQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the number of the last delivery that the trainer has processed, and `mark` identifies the feed."""
+    """Query parameters, both from the trainer's checkpoint, if it has one. They are checked if the store was restored from a backup.
+
+    `after` is the number of the last delivery that the trainer has processed, and `mark` is the feed's mark.
+    """
 
     after: Whole | None = None
     mark: str = ""

@@ -171,7 +171,7 @@ class HostedProjects:
         return self._choose_by_address(scope)
 
     def _choose_by_address(self, scope: Scope) -> str | None:
-        """Like `choose`, but for a secret in the path (OpenEnv) or in the query (Gemini). Return None if there is no secret."""
+        """Choose by the session's secret in the path (OpenEnv) or the query (Gemini). Return None for `default` or without a secret."""
         query = scope["query_string"]
         if b"tg-" not in query and "/tg-" not in scope["path"]:
             return None

@@ -2,7 +2,7 @@
 
 With the admin key, or the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), the endpoint returns sums over all projects.
 With an API key, it returns only the values of the key's project, and no process metrics. With the admin key and the name of a project
-other than `default`, it returns the same for that project.
+other than `default`, it returns what an API key of that project would return.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Raise an error if the session or the gateway cannot serve this call, which samples nothing. Limits are therefore not checked."""
+        """Raise an error if the session or the gateway cannot serve this call. Limits are not checked, because the call samples nothing."""
         self._pipeline.admit(session, call)
 
     def count_error(

@@ -63,7 +63,7 @@ def _is_unchanged(path: Path, before: Path) -> bool:
 
 
 def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]:
-    """Find the regular files below a folder.
+    """Find the regular files below a folder, except in folders such as `.git` and `node_modules`.
 
     Return the files with their modification times, the files whose names are not valid UTF-8, and whether there are more than `_MAX_FILES`.
     """

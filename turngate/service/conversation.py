@@ -66,7 +66,7 @@ def _prompt_lengths(view: TraceView) -> dict[int, int]:
 
 
 def _take_logprobs(index: int, turn: TurnView, truncator: Truncator, remaining: int) -> tuple[list[float] | None, int]:
-    """Return a turn's log-probabilities, and how many more the result can hold. The list is None if it is unknown or does not fit."""
+    """Return a turn's log-probabilities, or None if they are unknown or do not fit, and how many more values the result can hold."""
     if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
         return None, remaining
     if not truncator.clamp.logprobs:

@@ -1,9 +1,9 @@
-"""Convert a request to a task and to the spec of a rollout.
+"""Build the task and the rollout spec for a request.
 
 A test script becomes the grader. It runs in a fresh sandbox with a copy of the agent's work, and the agent never sees it. If the script's
 text names a reward file (`reward.txt` or `reward.json`, in $TURNGATE_LOGS/verifier), that file determines the reward. Otherwise, the exit
-code does: 0 means reward 1.0, and 1 means reward 0.0. The agent cannot influence which of the two is used, because only the script's text
-decides.
+code does: 0 means reward 1.0, and 1 means reward 0.0. The choice between the two depends only on the script's text, so the agent cannot
+influence it.
 """
 
 from __future__ import annotations

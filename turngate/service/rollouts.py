@@ -292,7 +292,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     @asynccontextmanager
     async def gateway(self, rollout: str) -> AsyncIterator[GatewayClient]:
-        """Connect to the gateway that has the rollout's trace, to read traces, rows and verdicts. Start the gateway if necessary."""
+        """Connect to the gateway that recorded the rollout, to read its trace and rows. Start the gateway if necessary."""
         active = self._active.get(rollout)
         if active is not None and active.connection is not None:
             yield active.connection.client

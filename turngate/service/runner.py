@@ -1,4 +1,4 @@
-"""Run the work of one rollout: wait for a free slot, connect to the gateway, install the agent, and run it."""
+"""Do the work of one rollout: wait for a free slot, connect to the gateway, install the agent, then run and grade the rollout."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences:
 def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
     """Return what each checksum would be if zero bytes were appended to its data.
 
-    `digits[i]` selects the table for `checksums[i]`, which determines how many zero bytes are appended.
+    `digits[i]` selects the table for `checksums[i]`, and thus how many zero bytes are appended.
     """
     row = digits << 10
     result = tables.take(row + (checksums & 255))

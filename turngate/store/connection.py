@@ -57,10 +57,10 @@ class Database(Protocol):
         """Run a write transaction. It is rolled back if the block raises an exception."""
 
     def reading(self) -> AbstractContextManager[StoreConnection]:
-        """Run single reads. Outside a `snapshot`, each read sees the newest data."""
+        """Provide a connection for reads. Outside a `snapshot`, each read sees the newest data."""
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """Make all reads inside the block see the same data. Only for a database that has its own connection (`Store.open_reader`)."""
+        """Make all reads inside the block see the same data. Use this only on a connection that nothing else uses (`Store.open_reader`)."""
 
     def newest_event(self) -> int:
         """Return the highest event number ever assigned, even if that event was removed."""

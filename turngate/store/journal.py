@@ -54,11 +54,11 @@ class Journal:
     def add_refusal(
         self, session: int, name: str, status: int, message: str, request: bytes | None
     ) -> RefusedCalls | None:
-        """Call `Refusals.add`. The refused call is durable when this method returns."""
+        """Record a refused call (see `Refusals.add`). It is durable when this method returns."""
         return self._store.refusals.add(session, name, status, message, request)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Call `Refusals.mark_repeated`."""
+        """Record that refused calls were repeated successfully (see `Refusals.mark_repeated`)."""
         return self._store.refusals.mark_repeated(session, name, request)
 
     def note_stop(self, session: int, stop: str) -> None:

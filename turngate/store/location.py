@@ -36,7 +36,7 @@ def open_store_for_reading(data: str | Path) -> Store:
 def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[str, Store]]:
     """Yield each project's name and store. The first project is `default`, whose store is the one that `data` names.
 
-    Each store is closed when the next one is requested. Raise an error if there is no store.
+    Each store is closed when the next one is requested. Raise `ConfigError` if there is no store.
     """
     if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
         raise NoRecordings(Path(data))

@@ -77,7 +77,7 @@ class OutboxState(msgspec.Struct, frozen=True):
 
 
 class ShippingQueue(Protocol):
-    """What a cell's lease keeper needs from an outbox. `Outboxes` provides it for all projects together."""
+    """The methods of an outbox that a cell's lease keeper uses. `Outboxes` implements them for all projects together."""
 
     def cells(self) -> list[str]: ...
 
@@ -165,7 +165,7 @@ class OutboxTable:
         return [UnshippedSession(*row) for row in rows]
 
     def find_unannounced(self, limit: int) -> list[OpenAttempt]:
-        """Return open sessions that have not been announced to the shared store."""
+        """Return up to `limit` open sessions that have not been announced to the shared store."""
         query = (
             "SELECT key, id, cell, CAST(config AS BLOB), opened FROM outbox JOIN sessions ON key=session"
             " WHERE due IS NULL AND announced=0 ORDER BY key LIMIT ?"
@@ -217,7 +217,7 @@ class OutboxTable:
             db.execute(_SET, (_HISTORY, history))
 
     def list_shipped(self, after: int, limit: int) -> list[ShippedSession]:
-        """Return shipped sessions with keys above `after`, oldest first, each with the number of its newest event."""
+        """Return up to `limit` shipped sessions with keys above `after`, oldest first, each with the number of its newest event."""
         query = (
             "SELECT key, id, coalesce((SELECT max(seq) FROM events WHERE events.session=sessions.id), 0) FROM sessions"
             " WHERE key>? AND status<>'open' AND key NOT IN (SELECT session FROM outbox) ORDER BY key LIMIT ?"
@@ -254,7 +254,7 @@ class OutboxTable:
             return OutboxState(*db.execute(query).fetchone())
 
     def failures(self, limit: int = 10) -> list[tuple[str, str]]:
-        """Return the ids of sessions that cannot be shipped, each with the reason."""
+        """Return the ids of up to `limit` sessions that cannot be shipped, each with the reason."""
         if not self._has_tables:
             return []
         query = "SELECT id, error FROM outbox JOIN sessions ON key=session WHERE error<>'' ORDER BY session LIMIT ?"

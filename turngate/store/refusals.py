@@ -30,9 +30,10 @@ class Refusals:
     def add(self, session: int, name: str, status: int, message: str, request: bytes | None) -> RefusedCalls | None:
         """Add a refused call and its event. `name` is the session's id.
 
-        Return a summary of the refused calls that were not repeated successfully, or None if there are none. Once there are `MAX_CALLS`
-        such calls, a new call is added only if their conversations are all known and differ from that of the new call. The new call is
-        then added without its conversation, so it can never be marked as repeated.
+        Return a summary of the refused calls that were not repeated successfully, or None if there are none.
+
+        Once there are `MAX_CALLS` such calls, a new call is dropped if one of them has the same conversation or an unknown one. Otherwise,
+        the new call is added without its conversation, so it can never be marked as repeated.
         """
         with self._writing() as db:
             exists = db.execute(f"SELECT 1 FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchone() is not None

@@ -96,7 +96,9 @@ class ScoreCache:
                 self._db.execute("PRAGMA journal_mode=WAL")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
-                raise sqlite3.DatabaseError(f"it has version {version}, but this turngate supports version {_VERSION}")
+                raise sqlite3.DatabaseError(
+                    f"it has version {version}, but this version of Turngate supports version {_VERSION}"
+                )
             self._db.executescript(_TABLES)
             self._db.execute(f"PRAGMA user_version={_VERSION}")
         except (sqlite3.Error, OSError) as error:

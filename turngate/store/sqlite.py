@@ -98,7 +98,7 @@ class SqliteDatabase:
         if version not in READABLE_VERSIONS:
             self._db.close()
             raise ConfigError(
-                f"data: {path} has schema version {version}, but this turngate supports versions "
+                f"data: {path} has schema version {version}, but this version of Turngate supports versions "
                 f"{READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; use the turngate version that wrote it",
                 param="data",
             )
@@ -118,7 +118,7 @@ class SqliteDatabase:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, *READABLE_VERSIONS):
             raise ConfigError(
-                f"data: {self.path} has schema version {version}, but this turngate supports versions "
+                f"data: {self.path} has schema version {version}, but this version of Turngate supports versions "
                 f"{READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; use the turngate version that wrote it",
                 param="data",
             )
@@ -148,7 +148,7 @@ class SqliteDatabase:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Make all reads inside the block see the same data. Only for a database that has its own connection (`Store.open_reader`)."""
+        """Make all reads inside the block see the same data. Use this only on a connection that nothing else uses (`Store.open_reader`)."""
         with self.reading() as db:
             db.execute("BEGIN")
             try:

@@ -230,7 +230,7 @@ class ArchiveCache:
     # ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _unpack(self, digest: str) -> Path:
-        """Return the folder with an archive's content. Write the folder again if it is missing or differs from the archive."""
+        """Return the folder with an archive's content. If the folder is missing or differs from the archive, unpack the archive."""
         folder = self._folder / digest
         before = _read_state(folder)
         if before is not None and self._checked.get(digest) == before:

@@ -40,7 +40,10 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prove_task(task: Task, environment: GradingEnvironment) -> Proof:
-    """Grade the untouched task and the reference solution, each in fresh sandboxes. Raise only `CancelledError`."""
+    """Grade the untouched task and the reference solution, each in fresh sandboxes.
+
+    Failures are reported in the proof. The only exception raised is `CancelledError`.
+    """
     started = time.monotonic()
     proof = await _prove(task, environment)
     return msgspec.structs.replace(proof, seconds=time.monotonic() - started)
@@ -115,7 +118,7 @@ def _verdict(grade: Grade) -> Verdict:
 
 
 async def _solve(task: Task, solution: Solution, environment: GradingEnvironment, folder: Path) -> Work:
-    """Apply the solution in a sandbox and return the resulting work. The sandbox is removed before this returns."""
+    """Apply the solution in a sandbox, collect the resulting work, and remove the sandbox. Return the work."""
     spec = staging.build_sandbox_spec(
         task, environment.backend, image=environment.image, resources=environment.resources
     )

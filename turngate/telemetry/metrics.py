@@ -34,7 +34,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The definition of one metric.
 
-    `merge` says how the values of several workers are combined. `same` marks a value that is the same in all workers.
+    `merge` says how to combine the values of several workers: `sum`, `max`, or `same` if all workers report the same value.
     """
 
     name: str
@@ -104,7 +104,7 @@ FAMILIES = (
         kind="histogram",
         labels=("dialect",),
         bounds=OWN_BOUNDS,
-        about="Gateway time per call, with writes to the agent but without waits for the engine, the fence or a share of the engines.",
+        about="Gateway time per call, including writes to the agent, but not waits for the engine, the fence or a share of the engines.",
     ),
     MetricFamily(
         name="turngate_engine_seconds",
@@ -164,7 +164,7 @@ FAMILIES = (
         name="turngate_cell_unshipped_seconds",
         kind="gauge",
         merge="same",
-        about="Cell: how long the oldest unshipped session has been due.",
+        about="Cell: how long the oldest unshipped session has been due for shipping.",
     ),
     MetricFamily(
         name="turngate_cell_failed_shipments",
@@ -183,7 +183,7 @@ FAMILIES = (
         kind="gauge",
         labels=("feed",),
         merge="same",
-        about="Delivery number of the newest delivery.",
+        about="Highest delivery number that was assigned.",
     ),
     MetricFamily(
         name="turngate_feed_handed",

@@ -25,7 +25,7 @@ _MAX_NODES = 2**32  # of a trace
 
 
 class RowRange(msgspec.Struct, frozen=True):
-    """Tokens that one or more rows contain, as a range of the tokens of one of these rows."""
+    """A run of tokens that one or more rows contain, given as a range within one of these rows."""
 
     row: int
     start: int
@@ -58,14 +58,14 @@ class PrefixLayout(msgspec.Struct, frozen=True):
         return np.concatenate([np.arange(starts[part], starts[part + 1]) for part in self.paths[row]])
 
     def until(self) -> np.ndarray:
-        """For each packed token, return the end of the range of tokens that may attend to it. The range starts at the token itself."""
+        """Return, for each packed token, the end of the range of tokens that may attend to it. The range starts at the token itself."""
         return find_attended_until(self.starts, [part.parent for part in self.ranges])
 
 
 def find_attended_until(starts: Sequence[int], parents: Sequence[int | None]) -> np.ndarray:
     """Return, for each token, the end of the range of tokens that may attend to it.
 
-    `starts` and `parents` describe the segments, in depth-first order. `starts` also ends with the total number of tokens.
+    `starts` and `parents` describe the segments, in depth-first order. `starts` has one more element: the total number of tokens.
     """
     ends = list(starts[1:])
     for index in reversed(range(len(ends))):
@@ -245,7 +245,7 @@ class TreePath(msgspec.Struct, frozen=True, eq=False):
 
 
 def lay_out_paths(paths: Sequence[TreePath]) -> PrefixLayout:
-    """Return the layout of rows from one or more trees. Each segment that the rows contain occurs in it once."""
+    """Return the layout of rows from one or more trees. The layout contains each segment of these rows once."""
     index_of: dict[tuple[int, int], int] = {}  # by tree and segment
     ranges: list[RowRange] = []
     for key, tree in {id(path.tree): path.tree for path in paths}.items():

@@ -46,10 +46,10 @@ def take_excerpts(message: Message) -> tuple[str, ...]:
 def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
     """Return the ids of the turns quoted by the messages from index `start` on, oldest first.
 
-    If `parent` is None, the conversation is new. It may quote any of the newest turns, but not in a tool result, which may repeat the tool
-    call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations added after it are
-    considered. An assistant message that repeats a turn also counts as a quotation, except in a new conversation that starts in the
-    same way as the turn's own conversation.
+    If `parent` is None, the conversation is new, and it may quote any of the newest turns. Its tool results are not searched, because a
+    tool result may repeat the tool call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other
+    conversations added after it are considered. An assistant message that repeats a turn also counts as a quotation, except in a new
+    conversation that starts in the same way as the turn's own conversation.
     """
     candidates = _list_candidates(trace, parent)
     if not candidates:

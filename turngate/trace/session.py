@@ -199,7 +199,10 @@ class Session:
         self._trace = trace
 
     def outdate_load(self) -> None:
-        """Mark a load of the evicted trace as out of date, so that it is repeated. This is needed whenever the stored trace changes."""
+        """Mark a trace load in progress as out of date, so that it is repeated.
+
+        Call this if the stored trace of an evicted session changes.
+        """
         self.revision += 1
 
     def count_turn(self, turn: Sampled) -> None:

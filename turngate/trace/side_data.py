@@ -158,7 +158,7 @@ def _check_same_kind(array: SideArray, kinds: Iterable[tuple[str, tuple[int, ...
 
 
 def select_new(arrays: Sequence[SideArray], parent: Sampled | None, prompt: int, reply: int) -> list[SideArray]:
-    """Return the parts of a call's arrays that its turn stores: the values of tokens without a value on the turn's path.
+    """Return the parts of a call's arrays that its turn stores: the values of tokens that have none yet on the turn's path.
 
     `prompt` and `reply` are token counts. The gateway may have cut the reply short; values after its end are dropped.
     """

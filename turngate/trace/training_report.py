@@ -1,4 +1,4 @@
-"""Report how much of a rollout is trained. If that is little, also report why and what to change. No I/O.
+"""Report how much of a rollout is trained. If it is too little, also report why and what to change. No I/O.
 
 The turns of a rollout's main conversation are expected to be trained. If fewer than half of their tokens are trained, the amount is "few"
 (or "none"), and the report gives the reason that affects the most tokens.
@@ -33,7 +33,7 @@ _SERVE_CALL = (
 
 
 class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How much of a rollout is trained. `reason` and `fix` are set if that is little."""
+    """How much of a rollout is trained. `reason` and `fix` are empty if `amount` is "most"."""
 
     amount: Literal["most", "few", "none"] = "most"
     trained_tokens: int = 0  # of a session, including tokens that are trained only in rows with sampling masks

@@ -37,7 +37,7 @@ def to_verl(column: SideColumn, tokens: int) -> np.ndarray:
     """Return `AgentLoopOutput.routed_experts`: one entry for each token of the prompt and the response, except the last token."""
     if not has_all_experts(column, tokens):
         raise IncompleteExperts(
-            f"only the spans {column.spans} of {tokens} tokens have routed experts, but a trainer needs those of all tokens except the last"
+            f"a trainer needs the routed experts of all {tokens} tokens except the last, but they exist only for the spans {column.spans}"
         )
     return _get_array(column.cut(0, tokens - 1))
 

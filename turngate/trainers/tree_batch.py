@@ -1,7 +1,7 @@
 """Turn trees from exports and feeds into packed batches for PyTorch, in which each prefix that rows share is computed once.
 
-    batch = pack_trees(list(read_trees(Path("trees.jsonl"))))                              # of an export
-    batch = pack_trees(delivery.trees)                                                     # of a feed opened with form="tree"
+    batch = pack_trees(list(read_trees(Path("trees.jsonl"))))                              # from an export
+    batch = pack_trees(delivery.trees)                                                     # from a feed opened with form="tree"
     output = flex_attention(q, k, v, block_mask=batch.block_mask(), enable_gqa=True)                            # on a GPU
     output = scaled_dot_product_attention(q, k, v, attn_mask=batch.dense_mask(), enable_gqa=True)               # on any device
     now = log_softmax(scores[batch.previous[batch.trained]], -1)       # for each trained token, predicted from the token before it

@@ -429,7 +429,7 @@ class _ForkDescriber:
         for n, (old, new) in enumerate(zip(was, now, strict=False)):
             how = classify_change(old, new)
             if how in ("spelling", "whitespace"):
-                return _CHANGE_NAMES[how], f"message {n + 1}, {new.role}, by the agent"
+                return _CHANGE_NAMES[how], f"changed by the agent in message {n + 1}, {new.role}"
         return ("edited", "") if recorded == "edited" else self._explain_rewrite(left, token, context, now)
 
     def _explain_rewrite(

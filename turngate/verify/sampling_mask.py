@@ -44,7 +44,7 @@ def check_sampling_masks(session: StoredSession, results: CheckResults) -> None:
                 continue  # reported by the side data check
             if check.expect(
                 isinstance(masks, RaggedArray) and facts.first >= 0,
-                "its sampling masks are not lists of ids",
+                "its sampling masks are not lists of ids, or start before the sampled tokens",
                 node=turn.id,
             ):
                 assert isinstance(masks, RaggedArray)

@@ -176,7 +176,7 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
                 f"its capture is {info.capture!r}, which is not one of {', '.join(_CAPTURES)}",
             )
             hold(info.version_start <= info.version_end, "its policy version decreased while it was sampled")
-            hold(info.version_start >= 0, f"its policy version is {info.version_start}, but the first is 0")
+            hold(info.version_start >= 0, f"its policy version is {info.version_start}, but versions start at 0")
             hold(
                 newest is None or info.version_end <= newest,
                 f"its policy version is {info.version_end}, but the highest ever active here is {newest}",

@@ -71,13 +71,13 @@ def last_attempts(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
 
 
 def rewards_differ(rewards: Sequence[float | None]) -> bool | None:
-    """Return whether the known rewards differ, or None if fewer than two are known. Rewards that are too large are ignored."""
+    """Return whether the known rewards differ, or None if fewer than two are known. Rewards that are too large for a feed are ignored."""
     usable = _usable_rewards([reward for reward in rewards if reward is not None])
     return None if len(usable) < 2 else min(usable) != max(usable)
 
 
 def mean(known: Sequence[float]) -> float | None:
-    """Return the mean of the rewards, or None if there are none. As in a feed, rewards that are too large are ignored."""
+    """Return the mean of the rewards, or None if there are none. Rewards that are too large for a feed are ignored."""
     usable = _usable_rewards(known)
     return fsum(usable) / len(usable) if usable else None
 

@@ -169,7 +169,7 @@ class Overview(RolloutIndex):
 
 
 def explain_no_retry(row: RolloutRow, damage: str, find_last_attempt: Callable[[], int]) -> str:
-    """Return why a rollout cannot be retried, or "" if it can. `find_last_attempt` returns the number of its highest attempt."""
+    """Return why a rollout cannot be retried, or "" if it can. `find_last_attempt` returns the rollout's highest attempt number."""
     if row.status in ACTIVE_STATUSES:
         return "it is still running"
     if damage:

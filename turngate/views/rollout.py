@@ -390,7 +390,7 @@ def _common_prefix(ours: Ids, theirs: Ids) -> int:
 
 
 def _deepest(root: Context, before: int) -> Node:
-    """Return the last node of the longest path from a root. Only nodes with ids below `before` are considered."""
+    """Return the last node of the longest path that starts at `root`. Only nodes with ids below `before` are considered."""
     best: Node = root
     waiting: list[Node] = [root]
     while waiting:

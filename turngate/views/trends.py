@@ -30,7 +30,7 @@ MOST_REPORTS = 200
 
 
 class MismatchEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer's report, as the event `mismatch` contains it."""
+    """The data of a `mismatch` event: a trainer's report on how recomputed and recorded log-probabilities differ."""
 
     feed: str
     number: int
@@ -97,7 +97,7 @@ def list_feeds(store: Store) -> list[Json]:
 
 
 def list_mismatches(store: Store) -> dict[str, Json]:
-    """Return what trainers reported about log-probabilities (`trace/mismatch.py`), for the feeds that exist.
+    """Return trainers' reports on how recomputed and recorded log-probabilities differ (`trace/mismatch.py`). Deleted feeds are omitted.
 
     `newest` contains the last report of each feed. `trend` contains, for each of the newest reports, the statistics of its tokens with lag
     0, or None if it has no such tokens. Within a feed, `trend` is ordered by delivery number. If a trainer went back to an earlier

@@ -454,7 +454,7 @@ def _choose_dtype(dtype: str, kind: str) -> torch.dtype:
 
 
 def _choose_slots(model: Model, length: int, kind: str) -> int:
-    """Choose the number of slots: the default, or fewer if their cache would not fit in half of the memory."""
+    """Choose the number of slots: the default, or fewer if their cache would exceed half of the machine's (or the GPU's free) memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.cuda.mem_get_info(model.device)[0] if kind == "cuda" else machine
     return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))

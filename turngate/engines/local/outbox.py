@@ -19,8 +19,8 @@ End = Literal["stop", "length"] | EngineError
 class SampledBatch(msgspec.Struct, frozen=True):
     """Tokens sampled since the last batch, sorted by call, and the calls that have ended.
 
-    `version` is the policy version of the weights, if it is known. `masks` maps each call that requested sampling masks to the ids that
-    were left to sample from at each of its tokens.
+    `version` is the policy version of the weights, if it is known. `masks` maps the serial number of each call that requested
+    sampling masks to lists of ids: for each of its tokens, the ids that could have been sampled.
     """
 
     serials: Places

@@ -85,7 +85,7 @@ def _shift_right(x: Tensor, by: int) -> Tensor:
 
 
 def find_kept(scores: Tensor, adjustment: Adjustment) -> Ids:
-    """Return the ids that are left to sample from after `adjust_scores`."""
+    """Return the ids that can still be sampled after `adjust_scores`."""
     kept: Ids = torch.isfinite(scores[adjustment.row]).nonzero()[:, 0].cpu().numpy().astype(ID_DTYPE)
     return kept
 

@@ -401,7 +401,7 @@ class _Answer:
         return events
 
     def _keep(self, part: _Part) -> None:
-        """Store a part for the next request: text and signatures, but no thoughts. Adjacent texts are joined up to the next signature."""
+        """Store a part for the next request: text and signatures, but no thoughts. Merge consecutive texts until one has a signature."""
         if part.thought and not part.thought_signature:
             return
         text = "" if part.thought else part.text or ""

@@ -215,7 +215,7 @@ def _optional_includes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _restore_item(raw: msgspec.Raw) -> Json:
-    """Restore the id and the encrypted content that the endpoint sent for an item."""
+    """Remove an id and a placeholder that the gateway created for an item. Restore the id and encrypted content that the endpoint sent."""
     if b"_tg" not in bytes(raw) and b'"encrypted_content"' not in bytes(raw):
         return raw
     item = msgspec.json.decode(raw)

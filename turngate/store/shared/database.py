@@ -180,7 +180,7 @@ class SharedDatabase:
     def _handling_errors(self) -> Iterator[None]:
         """Let only one thread write at a time. If the block raises, roll back, and turn PostgreSQL errors into `StoreError`."""
         if self._read_only:
-            raise StoreError("the shared store was opened read-only")
+            raise StoreError("cannot write to the shared store: it was opened read-only")
         with self._mutex:
             try:
                 yield

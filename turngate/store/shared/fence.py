@@ -1,7 +1,7 @@
 """The fence at which the calls of all cells wait during a weight update.
 
 The table `fence` has one row with the newest change. `fence_followers` has one row for each follower, which is a process of a cell. All
-times are from PostgreSQL's clock. Each change gets the next number, its epoch. A follower first reports the newest epoch that it has
+times are from PostgreSQL's clock. Each change gets the next number, its epoch. A follower first reports the newest change that it has
 carried out, and then reads the fence. A gateway that makes a change therefore finds every follower that has not read the change yet.
 """
 
@@ -84,7 +84,7 @@ class FenceTable:
     def report(
         self, follower: str, name: str, ttl_s: float, epoch: int, busy: str = "", calls: str = ""
     ) -> SharedFence:
-        """Report the newest epoch that a follower has carried out, then read the fence in a second transaction."""
+        """Report the epoch of the newest change that a follower has carried out, then read the fence in a second transaction."""
         query = (
             f"INSERT INTO fence_followers (id, name, ttl, seen, epoch, busy, calls) VALUES (?,?,?,{_NOW},?,?,?)"
             " ON CONFLICT (id) DO UPDATE SET ttl=excluded.ttl, seen=excluded.seen, epoch=excluded.epoch,"

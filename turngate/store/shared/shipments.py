@@ -104,7 +104,7 @@ class _Known(msgspec.Struct, frozen=True):
     def is_replaced_by(self, shipment: Shipment) -> bool:
         """Return whether a shipment has a newer outcome than the shared store.
 
-        The shipment's outcome may also be older, if the cell runs on an old copy of its folder.
+        A different outcome is not always newer: the cell may be running on an old copy of its folder.
         """
         if shipment.outcome is None or shipment.outcome[1] == self.outcome:
             return False

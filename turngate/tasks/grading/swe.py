@@ -396,7 +396,8 @@ def _same_pytest_settings(name: str, ours: bytes, theirs: bytes) -> bool:
 def _same_ini_settings(ours: str, theirs: str) -> bool:
     """Return whether two ini files have the same pytest settings.
 
-    Parsers disagree about section headers, so files that differ in a line that mentions pytest or in an unusual header count as different.
+    Parsers disagree about section headers. Files therefore count as different if they differ in a line that mentions pytest, or in an
+    unusual header.
     """
     one, other = ours.splitlines(), theirs.splitlines()
     for line in (line for line in {*one} ^ {*other} if line):
@@ -551,7 +552,7 @@ def _outcome_without_witness(case: str, report: WitnessReport) -> CaseOutcome:
 
 
 def _case_outcome(case: str, evidence: RunEvidence) -> CaseOutcome:
-    """Return the outcome of a case. If the log does not name a case that was skipped, the witness's report is used."""
+    """Return the outcome of a case. If the log does not mention a case, and the witness saw it skipped, it counts as skipped."""
     if case not in evidence.cases and evidence.report.outcomes.get(case) == "skipped":
         return "skipped"
     return evidence.cases.get(case, "missing")

@@ -87,7 +87,7 @@ class Repair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackageRepairs(msgspec.Struct, frozen=True, kw_only=True):
-    """The repairs of one package, and how many of the tried bugs had each fate."""
+    """The repairs of one package, and the number of tried bugs by fate."""
 
     package: Package
     repairs: tuple[Repair, ...]

@@ -173,7 +173,7 @@ class _Search:
         self._function, self._scope = outer, scope
 
     def find_lines(self, first: int, last: int) -> tuple[int, int]:
-        """Return the offsets at which the lines `first` to `last` start and end."""
+        """Return the offset at which line `first` starts, and the offset at which line `last` ends."""
         return self._starts[first - 1], self._starts[last]
 
     # ── positions ───────────────────────────────────────────────────────────────────────────────────────────────────

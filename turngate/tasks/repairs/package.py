@@ -143,7 +143,7 @@ def _is_needed(path: str) -> bool:
 
 
 def _decode_files(files: Mapping[str, bytes], where: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Decode the text files. Return their text by path, and the paths of files that are not text or too large."""
+    """Decode the text files. Return their text by path, and the paths of files that are too large or not text."""
     texts: dict[str, str] = {}
     left_out = []
     for path, content in files.items():

@@ -1,6 +1,6 @@
-"""The `rejection` format: `sft` examples from rollouts with a high enough reward.
+"""The `rejection` format: `sft` examples from rollouts whose reward is at least `--min-reward`.
 
-`--keep best` keeps only the best rollout of each group.
+The default minimum is 1. `--keep best` keeps only the best rollout of each group.
 """
 
 from __future__ import annotations

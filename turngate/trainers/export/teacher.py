@@ -1,4 +1,4 @@
-"""Teacher scores in exports: score all rows first, so that no file is written if the teacher fails, then add the scores to the records."""
+"""Add a teacher's scores to exported records. All rows are scored first, so that no file is written if the teacher fails."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
     loss           importance ratios, clipping, weights
     distillation   per-token advantages from a teacher's scores
     packing        rows in one sequence, with each shared prefix only once
+    attention      attention over the packed rows
     sampling       the distribution that each token was sampled from: temperatures and sampling masks
     grpo           one update: check the recorded log-probabilities, compute gradients, update the weights while calls wait at the fence
     checkpoint     weights, optimizer state, and the number of the last trained delivery

@@ -55,7 +55,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
             return float(saved["param_groups"][0]["lr"])
         except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
             raise ConfigError(
-                f"checkpoint: cannot resume from {self.folder} ({error}); restore it, or choose another --out folder",
+                f"checkpoint: cannot resume from {self.folder} ({error}); restore the folder from a backup, or choose another --out folder",
                 param="out",
             ) from None
 
@@ -84,7 +84,8 @@ def find_newest(folder: Path) -> Checkpoint | None:
         return Checkpoint(checkpoints[-1], msgspec.json.decode(file.read_bytes(), type=TrainerState))
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"checkpoint: {file} cannot be read ({error}); restore it, or choose another --out folder", param="out"
+            f"checkpoint: {file} cannot be read ({error}); restore the file from a backup, or choose another --out folder",
+            param="out",
         ) from None
 
 

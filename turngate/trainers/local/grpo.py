@@ -300,7 +300,7 @@ class Learner:
                 if same:
                     totals.differ.append(why)
                 else:
-                    why += ", more than later updates can explain"
+                    why += ", more than later weight updates can explain"
                 totals.refused.append(why)
         use = torch.from_numpy(kept[place]).to(device)
         terms = LossTerms(
@@ -377,7 +377,10 @@ class _UpdateTotals:
 
 
 def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Return the rows that have turn advantages, masking out turns without one, and the reasons why the remaining rows are left out."""
+    """Return the rows that have turn advantages, and the reasons why the remaining rows are left out.
+
+    In the returned rows, turns without an advantage are masked out.
+    """
     selected, refused = [], []
     for row in rows:
         mask = row.mask & np.isfinite(row.token_advantages())
@@ -410,7 +413,7 @@ def _spread(values: list[float], place: np.ndarray, device: torch.device) -> Ten
 def _describe_mismatch(row: Row, differences: np.ndarray) -> str:
     worst = int(differences.argmax())  # argmax returns the first NaN, if any
     place = int(np.flatnonzero(row.mask)[worst])
-    return f"branch {row.branch}: token {place} differs by {differences[worst]:.3g}"
+    return f"branch {row.branch}: the log-probability of token {place} differs by {differences[worst]:.3g}"
 
 
 class Trainer:
