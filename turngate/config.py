@@ -253,7 +253,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = ""
     cell_name: Annotated[str, _about("Name of this cell in the shared store. Defaults to the host name.", CELL)] = ""
-    lease_s: Annotated[float, _about("Stop serving after this many seconds without the shared store.", CELL)] = 30.0
+    lease_s: Annotated[
+        float, _about("Stop serving if the shared store has been unreachable for this many seconds.", CELL)
+    ] = 30.0
     max_unshipped: Annotated[
         int, _about("Refuse new sessions while this many ended sessions are not in the shared store yet.", CELL)
     ] = 10_000

@@ -225,7 +225,7 @@ class SandboxError(TurngateError):
 
 
 class SandboxUnavailable(SandboxError):
-    """This kind of sandbox cannot be created here. The message states what is missing and how to install it."""
+    """This kind of sandbox cannot be created here. The message says why and, where possible, what to do."""
 
     retry_safe = False
 

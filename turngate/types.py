@@ -380,7 +380,7 @@ class TokenScore(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Newly sampled text. In observe mode, a delta of kind `signature` ends the reasoning before it."""
+    """Newly sampled text. In observe mode, the kind `signature` is the provider's signature for the reasoning, which ends with it."""
 
     kind: Literal["content", "reasoning", "signature"]
     text: str

@@ -110,6 +110,11 @@ async def test_groups_wait_for_throttle_and_failed_group_frees_its_place(
         assert result.complete and requested in ([0, 1, 2, 1, 2], [0, 1, 1, 2]), requested
 
 
+def test_throttle_must_allow_one_group() -> None:
+    with pytest.raises(ConfigError, match="max_ahead must be at least 1, not 0"):
+        TrainerThrottle(0)
+
+
 async def test_failing_throttle_ends_batch_and_cleans_up() -> None:
     async with open_harness() as harness:
 

@@ -54,9 +54,10 @@ async def test_pruned_sessions_can_be_verified_and_exported_from_the_archive(tmp
     assert run_cli("show", first, "--data", data).exit_code == 2
     loaded = run_cli("load-archive", archive, "--data", old, "--session", first)
     assert loaded.stdout == f"added 1 session to {old}\n"
+    some = ("--session", second, "--session", "x", "--session", "y")
     assert (
-        run_rejected("load-archive", archive, "--data", old, "--session", "x")
-        == f"archive: {archive} has no session x; pass the ids of archived sessions"
+        run_rejected("load-archive", archive, "--data", old, *some)
+        == f"archive: {archive} has no session x or y, so nothing was loaded; pass the ids of archived sessions"
     )
     assert run_cli("load-archive", archive, "--data", old).stdout == f"added 1 session to {old}; already there: 1\n"
     verified = run_cli("verify", "--data", old)

@@ -20,6 +20,9 @@ from tests.engines.standins import StandIn, serving
 from tests.kit import gateway
 from tests.speed import paced, scaled
 from turngate import tasks
+from turngate.cli.gateway import GatewayChoice
+from turngate.cli.run import _show_flags
+from turngate.config import ServeConfig
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.bind import RunningGateway
 from turngate.server.run import run_in_thread
@@ -290,6 +293,12 @@ def test_inspect_command_is_one_quoted_line(tmp_path: Path) -> None:
     assert inspect == f"  inspect turngate show {outcome['session']} --data {shlex.quote(str(data))}"
     shown = run_cli(*shlex.split(inspect)[2:])
     assert shown.exit_code == 0 and outcome["session"] in shown.stdout
+
+
+def test_gateway_in_inspect_command_is_quoted() -> None:
+    """A shell would expand the brackets of an IPv6 address."""
+    flags = _show_flags(ServeConfig(), GatewayChoice("http://[::1]:8700"))
+    assert flags == " --gateway 'http://[::1]:8700'"
 
 
 def test_failed_run_prints_agent_output(data: Path) -> None:

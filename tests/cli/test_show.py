@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.cli.kit import run_cli, run_rejected, start_cli
+from tests.engines.standins import StandIn, answer_stream, event, serving
 from tests.kit import Running, calls, gateway, result, say, say_pieces, tokenizer, tool, user
 from tests.server.test_page import fetch, log_in
 from turngate.render import BUILTIN_TOKENIZER
@@ -267,6 +268,16 @@ async def test_tokens_with_logprobs_without_colours(g: Running, data: Path) -> N
     assert text.count("│-") == sum(len(turn["ids"]) for turn in await g.turns(session))
 
 
+async def test_tokens_without_logprobs_are_marked_without_colours(data: Path) -> None:
+    async with gateway([say_pieces(["sure"], null_logprobs=True)], data=data) as g:
+        session = await g.open()
+        await g.ask(session.key, "Hi")
+        [turn] = await g.turns(session.id)
+    text = await show("--data", data, "--tokens")
+    assert "sure│?│" in text and text.count("│?│") == len(turn["ids"])
+    assert "between two bars, or ? if it is unknown" in " ".join(text.split())
+
+
 def _colours(raw: str) -> list[tuple[int, int, str]]:
     """Red, green and text of everything with a background colour."""
     found = re.findall(r"\x1b\[(?:[0-9;]*;)?48;2;(\d+);(\d+);30m([^\x1b]*)\x1b", raw)
@@ -337,6 +348,22 @@ async def test_control_characters_are_escaped(options: list[str], columns: int, 
         assert character not in ours, (character, ours)
     assert "␛" in ours and "\\x9b" in ours and "\\u202e" in ours
     assert ":bomb:" in ours and "[bold]x[/]" in ours  # unchanged
+
+
+async def test_reason_from_the_endpoint_is_escaped(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROVIDER_KEY", "sk-provider")
+    candidate = {"content": {"parts": [{"text": "I'd"}]}, "finishReason": "SAFETY", "finishMessage": UNSAFE}
+    async with (
+        serving(StandIn(answer_stream(event({"candidates": [candidate]})))) as endpoint,
+        gateway(observe="gemini", engine_url=[endpoint.url], engine_key_env="PROVIDER_KEY", data=data) as g,
+    ):
+        session = await g.open(mode="observe")
+        await g.ask(session.key, "Hi")
+    text = await show("--data", data)
+    rows = text[text.index("Rows") :]
+    assert "withheld the answer" in " ".join(rows.replace("│", " ").split())
+    for character in "\x1b\x07\x9b\x00\x08\r\u202e":
+        assert character not in text, (character, text)
 
 
 @pytest.mark.process

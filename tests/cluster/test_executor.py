@@ -317,3 +317,31 @@ def test_progress_reaches_its_watcher() -> None:
     attempt._follow(OrderProgress("s1", "agent", 2, 30))
     assert seen[0].turns == 2 and seen[0].sampled_tokens == 30
     assert isinstance(graded().outcome, Outcome)
+
+
+@pytest.mark.parametrize(("polled", "reported"), [(0, [40]), (30, [30, 40]), (40, [40])])
+async def test_tokens_since_the_last_poll_are_reported_at_the_end(polled: int, reported: list[int]) -> None:
+    async def run() -> OrderEnded:
+        if polled:
+            cluster._watchers["s1"](OrderProgress("s1", "agent", 2, polled))
+        return OrderEnded("s1", graded())
+
+    seen: list[int] = []
+    cluster, _ = make_cluster(FakeActor(run))
+    executor = RayExecutor(cluster, FakeStore(), ())  # type: ignore[arg-type]
+    watch = lambda progress: seen.append(progress.sampled_tokens)  # noqa: E731
+    await executor.prepare(ORDER, watch, lambda phase: nullcontext()).run()  # type: ignore[arg-type, return-value]
+    assert seen == reported
+
+
+async def test_lost_attempt_keeps_the_reported_tokens() -> None:
+    async def run() -> OrderEnded:
+        cluster._watchers["s1"](OrderProgress("s1", "agent", 2, 30))
+        raise CallFailed("ActorDiedError", actor_died=True)
+
+    seen: list[int] = []
+    cluster, _ = make_cluster(FakeActor(run))
+    executor = RayExecutor(cluster, FakeStore(outcome=None), ())  # type: ignore[arg-type]
+    watch = lambda progress: seen.append(progress.sampled_tokens)  # noqa: E731
+    result = await executor.prepare(ORDER, watch, lambda phase: nullcontext()).run()  # type: ignore[arg-type, return-value]
+    assert result.is_lost and seen == [30]

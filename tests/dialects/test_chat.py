@@ -376,6 +376,17 @@ def test_old_functions_are_tools() -> None:
     assert forced == Constraint("tool", {"type": "object"}, "g")
 
 
+def test_error_in_old_functions_names_their_field() -> None:
+    deep: Json = {}
+    for _ in range(200):
+        deep = {"items": deep}
+    tools = decode(functions=[{"name": "f"}, {"name": "g", "parameters": deep}]).tools
+    assert tools is not None
+    with pytest.raises(BadRequest, match=r"^functions\[1\] is nested too deeply") as caught:
+        tools.decode()
+    assert caught.value.param == "functions[1]"
+
+
 def test_forced_tool_overrides_response_format() -> None:
     got = decode(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}).constraint
     assert got is not None and got.kind == "tools"

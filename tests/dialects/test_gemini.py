@@ -695,6 +695,7 @@ def test_function_calling_modes() -> None:
         (calling("AUTO", "f"), "allowedFunctionNames"),
         (calling("ANY", "h"), "allowedFunctionNames"),
         (calling("VALIDATED", "h"), "allowedFunctionNames"),
+        ({**calling("VALIDATED", "f"), "tools": []}, "allowedFunctionNames"),
         ({**calling("ANY"), "tools": []}, "mode"),
     ],
 )

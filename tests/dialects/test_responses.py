@@ -413,6 +413,7 @@ INVALID_REQUESTS: dict[str, tuple[dict[str, Json], str, str]] = {
         "must be 'function' or 'custom' in a namespace",
     ),
     "tool_choice": ({"tools": [RUN], "tool_choice": "maybe"}, "tool_choice", "must be 'none'"),
+    "all forms of tool_choice": ({"tools": [RUN], "tool_choice": 1}, "tool_choice", "{'type': 'tool_search'}"),
     "choice of no tool": ({"tool_choice": "required"}, "tool_choice", "the request has no tools"),
     "choice of another tool": (
         {"tools": [RUN], "tool_choice": {"type": "function", "name": "x"}},
@@ -422,12 +423,12 @@ INVALID_REQUESTS: dict[str, tuple[dict[str, Json], str, str]] = {
     "choice of the provider's tool": (
         {"tools": [RUN], "tool_choice": {"type": "web_search_preview"}},
         "tool_choice",
-        "which is not supported",
+        "which is not supported; choose a function, a custom tool or tool_search",
     ),
     "invalid allowed tool": (
         {"tools": [RUN], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
         "tool_choice.tools[0]",
-        "must be",
+        "or {'type': 'tool_search'}",
     ),
     "no allowed tool": (
         {"tools": [RUN], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},

@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from turngate.dialects import decode_stored_messages, decode_stored_tools
+from turngate.dialects import DIALECTS, decode_stored_messages, decode_stored_tools
 from turngate.dialects.wire import without_lone_surrogates
 from turngate.errors import BadRequest
 
@@ -58,3 +58,20 @@ def test_unknown_dialect_of_stored_data_is_named() -> None:
     for decode in (decode_stored_messages, decode_stored_tools):
         with pytest.raises(BadRequest, match="unknown dialect 'morse'"):
             decode("morse", b"[{}]")
+
+
+@pytest.mark.parametrize("dialect", [dialect.name for dialect in DIALECTS])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(b'{"allowed_tools":3}', id="object"),
+        pytest.param(b'[{"role":', id="truncated"),
+        pytest.param(b'"x"', id="string"),
+        pytest.param(b"[" * 3000 + b"]" * 3000, id="nested"),
+    ],
+)
+def test_invalid_stored_data_is_a_bad_request(dialect: str, raw: bytes) -> None:
+    with pytest.raises(BadRequest):
+        decode_stored_messages(dialect, raw)
+    with pytest.raises(BadRequest):
+        decode_stored_tools(dialect, raw)

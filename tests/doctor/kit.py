@@ -23,13 +23,14 @@ Mode = Literal["processed", "raw", "heated"]
 
 
 class Engine:
-    """`shift` is added to every token id. `prefix` is text that the template puts before the conversation."""
+    """`answer` is what it samples. `shift` is added to every token id. `prefix` is text that the template puts before the conversation."""
 
     def __init__(
         self,
         *,
         mode: Mode = "processed",
         logprobs: bool = True,
+        answer: str = "one two three four five",
         shift: int = 0,
         prefix: str = "",
         tokenises: bool = True,
@@ -37,6 +38,7 @@ class Engine:
         status: int = 200,
     ) -> None:
         self.mode, self.logprobs, self.shift, self.prefix = mode, logprobs, shift, prefix
+        self.answer = answer
         self.tokenises, self.date, self.status = tokenises, date, status
         cards = {"data": [{"id": MODEL, "max_model_len": 4096}]}
         self.server = StandIn(self._respond, {"/health": {}, "/v1/models": cards})
@@ -63,7 +65,7 @@ class Engine:
         return [*renderer().tokenizer.encode(self.prefix), *ids] if self.prefix else ids
 
     async def _sample(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        ids = renderer().tokenizer.encode("one two three four five")[: body["max_tokens"]]
+        ids = renderer().tokenizer.encode(self.answer)[: body["max_tokens"]]
         values = [self._logprob(body) for _ in ids]
         logprobs = {
             "tokens": [f"token_id:{i}" for i in ids],

@@ -59,6 +59,13 @@ async def test_missing_logprobs_are_failure() -> None:
     assert mode.state == "not checked"
 
 
+async def test_engine_that_samples_no_tokens_does_not_end_the_run() -> None:
+    async with engine(answer="") as config:
+        call, mode = await run_checks(config, "engine call", "log-probabilities")
+    assert (call.state, call.message.partition(": ")[2]) == ("failure", "the engine sampled no tokens")
+    assert mode.state == "not checked" and "do not show which log-probabilities" in mode.message
+
+
 @pytest.mark.parametrize(("mode", "words"), [("raw", "raw"), ("heated", "before truncation")])
 async def test_unprocessed_logprobs_are_warning(mode: str, words: str) -> None:
     async with engine(mode=mode) as config:

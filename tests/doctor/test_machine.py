@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import socket
@@ -113,6 +114,25 @@ async def test_hanging_check_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["turngate.doctor.checks"], "CHECKS", (hanging,))
     [finding] = await diagnose(DoctorContext(ServeConfig()))
     assert finding.state == "failure" and "the check did not finish within" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ETIMEDOUT, "Connection timed out", "/mnt/data"), "Connection timed out /mnt/data"),
+        (TimeoutError(), "an operation timed out"),
+    ],
+)
+async def test_timeout_of_an_operation_is_not_one_of_the_check(
+    error: OSError, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(subject: DoctorContext) -> list[CheckOutcome]:
+        raise error
+
+    failing = msgspec.structs.replace(CHECKS[0], run=fail)
+    monkeypatch.setattr(sys.modules["turngate.doctor.checks"], "CHECKS", (failing,))
+    [finding] = await diagnose(DoctorContext(ServeConfig()))
+    assert (finding.state, finding.message) == ("failure", message)
 
 
 async def test_data_folder_in_use_by_gateway_is_ok(tmp_path: Path) -> None:

@@ -183,6 +183,14 @@ def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
             watched(exit_code=127, output="mine: not found"),
             "exit code 127, which usually means that a program was not found; it printed: mine: not found",
         ),
+        (
+            watched(LoggedCall(method="HEAD", path="/", status=200), exit_code=127),
+            "exit code 127, which usually means that a program was not found; it printed nothing",
+        ),
+        (
+            watched(model_call(status=400, error="messages is missing"), exit_code=127),
+            "no model call succeeded; the first returned: 400 messages is missing",
+        ),
         (watched(exit_code=0), r"made no request to the gateway and ended with exit code 0; it printed nothing\. Pass"),
         (watched(exit_code=None), "did not end in time"),
         (

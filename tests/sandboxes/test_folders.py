@@ -34,6 +34,14 @@ async def test_invalid_working_folder_is_error(place: str, root: Path) -> None:
         await kit.MAKE["bubblewrap"](root).create(SandboxSpec(workdir=place))
 
 
+async def test_parent_folder_that_cannot_be_created_is_sandbox_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    backend = kit.MAKE["local"](tmp_path / "file" / "sandboxes")
+    for work in (backend.sweep(), backend.create(SandboxSpec())):
+        with pytest.raises(SandboxError, match=r"Not a directory.*set TMPDIR to another folder"):
+            await work
+
+
 async def test_excluded_files_are_not_copied(sandbox: Sandbox, tmp_path: Path) -> None:
     script = "mkdir -p .git/x sub/.git keep; touch .git/x/a .gitignore sub/.git/b keep/c"
     await sandbox.exec(["/bin/sh", "-c", script])
@@ -50,6 +58,9 @@ async def test_long_output_is_truncated_in_the_middle(sandbox: Sandbox) -> None:
     assert done.stdout.startswith(b"begin\n") and done.stdout.endswith(b"\nend\n")
     assert b"2990011 of 3000011 bytes omitted" in done.stdout and len(done.stdout) < 10_100
     assert (await sandbox.exec(["echo", "short"], keep=10_000)).stdout == b"short\n"
+    for keep in (0, 1):
+        done = await sandbox.exec(["echo", "short"], keep=keep)
+        assert done.stdout.decode() == "\n… 6 of 6 bytes omitted …\n"
 
 
 async def test_exec_can_kill_leftover_processes(sandbox: Sandbox) -> None:

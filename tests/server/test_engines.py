@@ -143,11 +143,43 @@ async def test_removal_that_takes_too_long_leaves_engine_draining() -> None:
         with pytest.raises(Exception, match=r"(?i)connection|engine|error"):
             await asking
         status, message = await refuse(g, "remove", url=fakes[1].url)
-        assert status == 409 and "is the only engine" in message
+        assert status == 409 and "no other engine takes new calls" in message
         assert (await refuse(g, "drain", url=fakes[0].url))[0] == 404
         for url in ("ftp://x", "not a url", "http://user:secret@x:1"):
             status, message = await refuse(g, "add", url=url)
             assert status == 400 and "secret" not in message
+
+
+async def test_two_removals_at_the_same_time_leave_one_engine() -> None:
+    async with engines(2) as fakes, serve(fakes) as g:
+        sessions = [await g.open() for _ in range(2)]
+        for fake in fakes:
+            fake.pace.clear()
+        asking = [g.start(g.ask(session.key, "Hi")) for session in sessions]
+        await until(lambda: all(fake.half_sampled for fake in fakes))
+        removing = [g.start(g.admin.post("/admin/engines/remove", json={"url": fake.url})) for fake in fakes]
+        await until(
+            lambda: sum(event.kind == "engine" for event in g.app.events.page()) + sum(r.done() for r in removing) == 2
+        )
+        for fake in fakes:
+            fake.pace.set()
+        assert {(await each).content for each in asking} == {"[base][base]"}
+        assert sorted([(await removal).status_code for removal in removing]) == [200, 409]
+        assert list(states((await g.admin.get("/admin/engines")).json()).values()) == ["active"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+async def test_engine_is_not_removed_if_all_others_are_draining(force: bool) -> None:
+    async with engines(2) as fakes, serve(fakes) as g:
+        await change(g, "drain", url=fakes[0].url)
+        status, message = await refuse(g, "remove", url=fakes[1].url, force=force)
+        assert status == 409 and "no other engine takes new calls" in message
+        assert states((await g.admin.get("/admin/engines")).json()) == {
+            fakes[0].url: "draining",
+            fakes[1].url: "active",
+        }
+        await change(g, "add", url=fakes[0].url)
+        assert states(await change(g, "remove", url=fakes[1].url, force=force)) == {fakes[0].url: "active"}
 
 
 async def test_changes_survive_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

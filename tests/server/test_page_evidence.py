@@ -331,7 +331,7 @@ async def test_ids_without_tokenizer_have_no_text(tmp_path: Path) -> None:
     async with page_kit.serve(tmp_path) as g:
         client = await log_in(g)
         header = await fetch(client, "rollouts/long")
-        assert header["readable"] is False and "not available here" in header["unreadable"]
+        assert header["readable"] is False and "does not record where" in header["unreadable"]
         page = await fetch(client, "rollouts/long/tokens")
         assert page["readable"] is False and page["nodes"][0]["text"] is None and page["nodes"][0]["ids"]
 

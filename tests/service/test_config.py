@@ -41,6 +41,7 @@ def test_example_is_valid_and_overrides_win() -> None:
         ("[clamp]\ntext = -1", "clamp.text"),
         ('public_url = "https://a"\ntunnel = "x"', "either"),
         ("running = [", "not valid TOML"),
+        ("endpoints = []", "endpoints must be an object, not a list"),
     ],
 )
 def test_invalid_setting_is_named(text: str, word: str, tmp_path: Path) -> None:

@@ -342,6 +342,18 @@ def test_tool_calls_are_numbered_and_answered(store: Store) -> None:
     assert [one.call for one in store.tool_calls.page(key, 1, 9)] == [2]
 
 
+def test_times_of_tool_calls_do_not_follow_the_clock(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is set back by an hour while the call waits."""
+    key = add_session(store, "a")
+    call = store.tool_calls.add(key, "a", "search", b"{}", "", None, 1)
+    assert call is not None
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    store.tool_calls.answer(key, "a", call, b'"yes"', "host")
+    answered = store.tool_calls.find(key, 1)
+    assert answered is not None and answered.answered is not None and answered.answered >= answered.called
+
+
 # ── queries ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

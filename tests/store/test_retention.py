@@ -134,13 +134,35 @@ def test_a_session_that_changes_meanwhile_is_kept(store: Store) -> None:
     key = finish_rollout(store, "a", "")
     plan = store.retention.plan(LATER)
     put_outcome(store, key, "a", "", at=3.0, reward=0.5)
-    assert store.retention.remove(plan.removable) == {retention.CHANGED: 1}
+    assert store.retention.remove(plan.removable[0]) == {retention.CHANGED: 1}
     plan = store.retention.plan(LATER)
     store.events.add(event("a", "note"))
-    assert store.retention.remove(plan.removable) == {retention.CHANGED: 1}
+    assert store.retention.remove(plan.removable[0]) == {retention.CHANGED: 1}
     plan = store.retention.plan(LATER)
     store.feeds.open("f", b"{}", 1, "", from_start=True)
-    assert list(store.retention.remove(plan.removable)) == ["feed 'f' is still being filled with earlier outcomes"]
+    assert list(store.retention.remove(plan.removable[0])) == ["feed 'f' is still being filled with earlier outcomes"]
+
+
+def test_group_of_a_session_that_changes_meanwhile_is_kept(store: Store) -> None:
+    finish_rollout(store, "a", "g")
+    key = finish_rollout(store, "b", "g")
+    finish_rollout(store, "c", "h")
+
+    def change_and_continue() -> bool:
+        put_outcome(store, key, "b", "g", at=3.0, reward=0.5)
+        return False
+
+    done = prune(store, LATER, is_stopping=change_and_continue)
+    assert ids(store) == ["a", "b"] and done.kept == {retention.CHANGED: 1, retention.OTHERS_KEPT: 1}
+
+
+def test_a_run_does_not_stop_within_a_group(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "_REMOVED_SESSIONS", 2)
+    for name, group in (("a", "g"), ("b", "h"), ("c", "g"), ("d", "g"), ("e", "h")):
+        finish_rollout(store, name, group)
+    answers = iter([False, True])
+    done = prune(store, LATER, is_stopping=lambda: next(answers))
+    assert (done.removed, ids(store)) == (3, ["b", "e"])
 
 
 def test_transactions_are_limited_by_nodes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +342,24 @@ def test_damaged_sessions_are_not_archived_and_stay(store: Store, tmp_path: Path
     with store.database.writing() as db:
         db.execute("UPDATE nodes SET checksum=1 WHERE session=?", (key,))
     done = prune(store, LATER, tmp_path)
-    assert done.kept == {"it cannot be archived: node 1 is damaged on disk": 1} and not done.files
+    assert done.kept == {"session a cannot be archived: node 1 is damaged on disk": 1} and not done.files
     assert prune(store, LATER).removed == 1
+
+
+def test_groups_are_archived_as_a_whole(store: Store, tmp_path: Path) -> None:
+    finish_rollout(store, "a", "g")
+    key = finish_rollout(store, "b", "g")
+    finish_rollout(store, "c", "h")
+    with store.database.writing() as db:
+        db.execute("UPDATE nodes SET checksum=1 WHERE session=?", (key,))
+    done = prune(store, LATER, tmp_path)
+    assert (done.removed, done.archived, ids(store)) == (1, 1, ["a", "b"])
+    assert done.kept == {
+        "session b cannot be archived: node 1 is damaged on disk": 1,
+        retention.OTHERS_KEPT: 1,
+    }
+    assert SessionArchive(tmp_path).list_ids(done.files[0]) == ["c"]
+    assert prune(store, LATER).removed == 2
 
 
 def test_values_of_the_wrong_type_are_not_archived(tmp_path: Path) -> None:
@@ -330,7 +368,7 @@ def test_values_of_the_wrong_type_are_not_archived(tmp_path: Path) -> None:
     with store.database.writing() as db:
         db.execute("UPDATE nodes SET info='text' WHERE session=? AND id=1", (key,))
     done = prune(store, LATER, tmp_path / "archive")
-    assert done.kept == {"it cannot be archived: node 1 is damaged on disk: a value has the wrong type": 1}
+    assert done.kept == {"session a cannot be archived: node 1 is damaged on disk: a value has the wrong type": 1}
     assert not done.files and ids(store) == ["a"]
     store.close()
 

@@ -165,17 +165,15 @@ def test_unittest_output(suite: Path) -> None:
 
 @pytest.mark.needs("swebench")
 def test_unknown_parser_error_lists_known_parsers() -> None:
-    assert (
-        logs.has_parser("pytest")
-        and logs.has_parser("swebench:django/django")
-        and logs.has_parser("rebench:parse_log_pytest")
-    )
+    for name in ("pytest", "swebench:django/django", "rebench:parse_log_pytest"):
+        logs.require_parser(name)
     for name, known in (
         ("nose", "unittest"),
         ("swebench:no/repo", "django/django"),
         ("rebench:nose", "parse_log_cargo"),
     ):
-        assert not logs.has_parser(name)
+        with pytest.raises(TaskError, match=known):
+            logs.require_parser(name)
         with pytest.raises(TaskError, match=known):
             logs.parse_log(name, "")
 
@@ -183,7 +181,7 @@ def test_unknown_parser_error_lists_known_parsers() -> None:
 @pytest.mark.needs("swebench")
 def test_slow_foreign_parser_times_out_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is not invalid either: otherwise an agent could avoid a bad grade by printing."""
-    assert logs.has_parser("swebench:django/django")  # load the list of parsers before the timeout is shortened
+    logs.require_parser("swebench:django/django")  # load the list of parsers before the timeout is shortened
     monkeypatch.setattr(logs, "FOREIGN_TIMEOUT_S", 1.0)
     with pytest.raises(Undecided, match="took longer than 1 s"):
         logs.parse_log("swebench:django/django", "test_x ... Testing against Django installed in /\n" * 60_000)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.sandboxes.kit import MAKE, backends, need, processes
 from tests.speed import scaled
-from tests.tasks.test_swe import Repo
+from tests.tasks.test_swe import Repo, row
 from turngate.cli.main import app
 from turngate.sandboxes.local import LocalBackend
 from turngate.tasks import Task, read_tasks
@@ -149,6 +149,15 @@ def test_check_command_exit_code_reflects_proofs(tmp_path: Path) -> None:
     assert found["lax"]["verdict"] == "not proven" and "the untouched task scores 1" in found["lax"]["message"]
     done = run(app, ["tasks", "check", str(tmp_path / "all"), "--only", "good"])
     assert done.exit_code == 0 and "Tasks that passed: 1 of 1 (1 proven)." in done.output
+
+
+def test_task_with_unknown_log_parser_is_not_tried(tmp_path: Path) -> None:
+    swe_row = row(install_config={"test_cmd": "pytest", "log_parser": "nose"}, image_name="")
+    (tmp_path / "t.jsonl").write_text(json.dumps(swe_row))
+    done = CliRunner().invoke(app, ["tasks", "check", str(tmp_path / "t.jsonl"), "--json"])
+    [line] = json.loads(done.stdout)
+    assert (done.exit_code, line["verdict"], line["seconds"]) == (1, "wrong", 0.0), line
+    assert line["message"].startswith("unknown log_parser 'nose'; use one of: pytest, ")
 
 
 async def test_grader_is_tried_without_solution(tmp_path: Path) -> None:

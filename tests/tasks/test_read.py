@@ -304,6 +304,12 @@ def test_empty_source_is_error(tmp_path: Path) -> None:
 # ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_instruction_that_ends_with_an_issue_tag_is_listed(tmp_path: Path) -> None:
+    tasks = write_lines(tmp_path / "t.jsonl", make_row(instruction="Explain the tag <issue>\n"))
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tasks", "list", tasks])
+    assert done.exit_code == 0 and "Explain the tag <issue>" in done.output
+
+
 @pytest.mark.process
 @pytest.mark.needs("swebench")
 def test_list_and_check_commands(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ UNRESOLVED: dict[str, tuple[TurnReward, str, str]] = {
     "beyond the turn": (
         extra(1.0, turn=4, start=5, end=6),
         "turn_rewards[0].end",
-        "must be at most 5, the length of turn 4, not 6",
+        "must be at most 5 (the length of turn 4), not 6",
     ),
 }
 

@@ -772,3 +772,19 @@ async def test_synthetic_logprobs_are_noted(recording: Recording) -> None:
         await g.ask(session.key, PROMPT)
         await g.seal(session.id)
     assert recording.export("rows", sessions=(session.id,))[1].notes == ()
+
+
+async def test_turn_without_tokens_does_not_make_a_rollout_synthetic(recording: Recording) -> None:
+    async with recording.serving() as g:
+        session = await g.open()
+        turn = say("As sampled.")
+        recording.answers.append(msgspec.structs.replace(turn, ids=()))
+        recording.answers.append(msgspec.structs.replace(turn, logprobs=[-0.25] * len(turn.ids)))
+        empty = await g.ask(session.key, PROMPT)
+        await g.ask(session.key, [*PROMPT, empty.message(), user("Go on.")])
+        await g.seal(session.id)
+    rows, done = recording.export("rows", sessions=(session.id,))
+    assert [[span["end"] > span["start"] for span in row["spans"] if span["trained"]] for row in rows] == [
+        [False, True]
+    ]
+    assert done.notes == ()

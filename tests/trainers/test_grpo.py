@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import shutil
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -468,6 +469,18 @@ async def test_training_resumes_from_checkpoint(tmp_path: Path) -> None:
         assert trainer.steps == steps
         more = await _train(here, 5, folder=tmp_path / "checkpoints")
     assert [(step.first, step.last) for step in more] == [(n, n) for n in range(1, 6)]
+
+
+async def test_backup_of_a_checkpoint_is_neither_loaded_nor_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    async with training_gateway(tmp_path / "data") as here:
+        await _train(here, 1, folder=folder)
+        shutil.copytree(folder / "step-00001", folder / "step-00001.bak")
+        (folder / "step-notes").write_text("mine")
+        found = checkpoint.find_newest(folder)
+        assert found is not None and found.folder.name == "step-00001"
+        await _train(here, 2, folder=folder)
+    assert sorted(entry.name for entry in folder.iterdir()) == ["step-00001.bak", "step-00002", "step-notes"]
 
 
 async def test_resume_with_other_optimizer_settings(tmp_path: Path) -> None:

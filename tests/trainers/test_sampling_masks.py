@@ -18,6 +18,7 @@ import pytest
 
 from tests.engines.local_kit import SHAPE, make_request, model, random_prompts, start_engine, torch
 from tests.kit import Running, gateway, tokenizer
+from tests.teacher_kit import expected_scores, serve_teacher
 from turngate.cli.show import _print_rows, load_from_gateway, load_from_store
 from turngate.client.feed import Feed, Row
 from turngate.client.gateway import GatewayClient
@@ -29,6 +30,7 @@ from turngate.trainers.export import ExportChoices, export
 from turngate.trainers.export.side_data import decode_columns
 from turngate.trainers.local.distillation import read_scores
 from turngate.trainers.local.grpo import GrpoSettings, Learner, LogprobMismatch
+from turngate.trainers.teacher import TeacherConfig
 from turngate.types import RaggedArray
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import open_row_source
@@ -181,6 +183,24 @@ def check_exports(data: Path, rows: list[Row]) -> None:
         assert [span["trained"] for span in record["spans"]] == [True]
     with pytest.raises(Exception, match="nothing to train on"):
         export(data, out, ExportChoices(format="rows"))
+
+
+async def test_teacher_scores_rows_that_need_their_masks(tmp_path: Path) -> None:
+    async with training_gateway(tmp_path) as (g, client, _):
+        await run_group(g, client, {"top_p": 0.7}, n=2)
+    out = tmp_path / "rows.jsonl"
+    with serve_teacher() as server:
+        teacher = TeacherConfig(engine="vllm", url=server.url, model="teacher")
+        export(tmp_path, out, ExportChoices(format="rows", side=(MASK,), teacher=teacher))
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == 2
+    for record in records:
+        side = decode_columns(record["side"])
+        [(first, end)] = side["teacher_logprobs"].spans
+        assert side[MASK].spans == ((first, end),)
+        assert side["teacher_logprobs"].values.tolist() == [
+            np.float32(score) for score in expected_scores(record["ids"])[first:end]
+        ]
 
 
 async def test_counts_include_turns_with_masks_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,8 @@ def test_invalid_goals_are_config_errors(root: Path) -> None:
     with pytest.raises(ConfigError, match="'every' must be at least 1, not 0"):
         goal(root, 1, "well-0", every=0)
     fine = goal(root, 1, "well-0").batch
+    with pytest.raises(ConfigError, match="'ahead' must be at least 1, not 0"):
+        TrainingGoal(batch=fine, steps=1, ahead=0)
     ungraded = msgspec.structs.replace(fine.tasks[0], grader=None)
     with pytest.raises(ConfigError, match="'advantages' is 'turn', but the feed does not deliver"):
         TrainingGoal(batch=fine, steps=1, settings=GrpoSettings(advantages="turn"))

@@ -39,7 +39,7 @@ from turngate.verify import (
     VLLMScorer,
     verify,
 )
-from turngate.verify.findings import Counts
+from turngate.verify.findings import CheckResults, Counts
 from turngate.views.background_verifier import SpotChecker, summarize_verdict
 from turngate.views.session import open_row_source
 
@@ -489,6 +489,18 @@ def test_difference_is_truncated_around_its_start(sent: str, template: str, line
     shown = Verdict(session="s", ok=True, status="sealed", counts=Counts(), findings=(), differences=(found,))
     command.print_verdict(shown, console())
     assert capsys.readouterr().out.endswith(f"thinking kept  {line}\n")
+
+
+def test_notes_beyond_the_limit_are_counted() -> None:
+    results = CheckResults()
+    for node in range(23):
+        results.note("finish", "the last id is not a stop token", node)
+    results.note("tree", "missing node ids: 24")
+    assert [(note.check, note.what, note.node) for note in results.notes[19:]] == [
+        ("finish", "the last id is not a stop token", 19),
+        ("finish", "and 3 more", None),
+        ("tree", "missing node ids: 24", None),
+    ]
 
 
 def test_missing_transcript_is_reported(recorded: Recorded, capsys: Any) -> None:

@@ -1,10 +1,15 @@
-"""Failures that differ only in numbers are counted together."""
+"""Failures that differ only in numbers are counted together, and each has a message."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from turngate.views.failures import remove_numbers
+from tests.store.kit import event
+from turngate.store.store import Store
+from turngate.views.failures import remove_numbers, summarize_failures
+from turngate.views.rollout_index import RolloutIndex
 
 
 @pytest.mark.parametrize(
@@ -19,3 +24,12 @@ from turngate.views.failures import remove_numbers
 )
 def test_numbers_are_removed(message: str, text: str) -> None:
     assert remove_numbers(message) == text
+
+
+def test_failure_without_message_shows_its_status(tmp_path: Path) -> None:
+    """Such as a rollout that was cancelled before it had a session."""
+    store = Store(tmp_path)
+    store.events.add(event("lost", "stage", stage="done", status="cancelled"))
+    [cancelled] = summarize_failures(RolloutIndex(), store, "")["classes"]
+    assert cancelled["messages"] == [{"message": "cancelled", "count": 1, "rollouts": ["lost"]}]
+    store.close()

@@ -1,8 +1,9 @@
 """Cache the code that Node compiles for an agent, so that starting the agent takes 20 to 50 percent less CPU time.
 
 The cache is built when the agent is installed. The agent runs twice against an endpoint that rejects every request, so each run ends
-after its first model call. The first run stores the ES modules with all functions that were executed. Node's own compile cache would
-store each module before it runs, without its functions. The second run adds the CommonJS modules, for which Node's cache is enough.
+after its first model call. The first run stores the compiled ES modules with all functions that were executed. Node's own compile
+cache would store each module before it runs, without its functions. The second run adds the CommonJS modules, for which Node's cache is
+enough.
 
 Runs read the cache from the installation, which isolating sandboxes mount read-only. V8 rejects code that was compiled by a different
 version, with different flags or for a different CPU, and compiles the module as usual.

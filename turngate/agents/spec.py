@@ -81,11 +81,11 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `merge` says how parts form a turn:
 
     - `none`: every part is a turn.
-    - `id`: parts with the same id form a turn. A part without an id belongs to the part before it.
+    - `id`: parts with the same id form a turn. A part without an id belongs to the same turn as the part before it.
     - `last`: of all parts with the same id, the last one is the turn.
-    - `end`: a turn ends with the first record for which the expression `end` returns a value. This value is the turn's id. If the
-      expression `begin` returns a value for a record, the parts of the unfinished turn before that record are dropped, because they belong
-      to a different conversation.
+    - `end`: a turn ends with the first record for which the expression `end` returns a value. If this value is a string, it is the turn's
+      id. If the expression `begin` returns a value for a record, the parts of the unfinished turn before that record are dropped, because
+      they belong to a different conversation.
     """
 
     path: str = ""  # a glob pattern below HOME

@@ -103,7 +103,7 @@ _CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArguments]:
     """Split the arguments into those of the client and those of the rollout.
 
-    `agent` goes to the client, because only the client's agent may be a file.
+    Both accept `agent`. It goes to the client, because only the client's agent may be a TOML file.
     """
     known = [*ClientSettings.__struct_fields__, *RunSettings.__struct_fields__]
     for name in everything:

@@ -166,7 +166,7 @@ async def check_endpoint(endpoint: Endpoint) -> None:
 
 
 def find_agent_name(agent: str) -> str:
-    """Return the name of an agent. `agent` is a preset or a TOML file; if it is empty, the name is empty."""
+    """Return the name of an agent, given its name or the path of its TOML file. Return an empty string if `agent` is empty."""
     return find_agent(agent).spec.name if agent else ""
 
 

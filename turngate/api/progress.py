@@ -34,7 +34,7 @@ class ProgressBoard:
         self.running_elsewhere = 0  # rollouts on other machines, of which only the number is known
 
     def follow(self, rollout: str) -> None:
-        """Add a rollout that has started to `active`. The client updates the states of these rollouts until they are done."""
+        """Add a newly started rollout to `active`. The client updates the states of active rollouts until they are done."""
         self.active = [*self.active, rollout]
 
     def put(self, state: RolloutState) -> None:

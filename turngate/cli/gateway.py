@@ -143,7 +143,7 @@ async def _require_engine(client: GatewayClient, *, own: bool) -> EnginesView:
         raise _explain_unusable(reasons)
     raise EngineUnavailable(
         f"the gateway at {client.url} has no engine that can be used ({reasons}); check that the engine has started, and list the "
-        f"engines with `turngate engines list --gateway {client.url}`"
+        f"engines with `turngate engines list --gateway {shlex.quote(client.url)}`"
     )
 
 

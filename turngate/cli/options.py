@@ -471,9 +471,9 @@ class ExportOptions:
     gamma: Annotated[
         float, _flag("rows, tree: discount for later rewards in turn advantages, from 0 to 1.", FORMAT)
     ] = 1.0
-    teacher: Annotated[str, _flag("rows, tree: engine that scores sampled tokens: vllm, sglang or local.", TEACHER)] = (
-        ""
-    )
+    teacher: Annotated[
+        str, _flag("rows, tree: engine of a teacher that scores the sampled tokens: vllm, sglang or local.", TEACHER)
+    ] = ""
     teacher_url: Annotated[
         str, _flag("URL of the teacher's server. Set TURNGATE_TEACHER_KEY to its API key.", TEACHER)
     ] = ""
@@ -548,7 +548,12 @@ class CheckTasksOptions(ListTasksOptions):
     sandbox: Annotated[str, _flag("Sandbox to prove tasks in, such as local, bubblewrap or docker.", SANDBOX)] = "local"
     image: Annotated[str, _flag("Container image to use instead of the tasks' own images.", SANDBOX)] = ""
     prove: Annotated[
-        bool, _flag("Grade each task twice: with its solution, and untouched.", "Proof", "--prove/--no-prove")
+        bool,
+        _flag(
+            "Grade each task twice: once with its solution applied, and once with nothing done.",
+            "Proof",
+            "--prove/--no-prove",
+        ),
     ] = True
     concurrency: Annotated[int, _flag("Maximum number of tasks proven at the same time.", "Proof")] = 2
 

@@ -74,11 +74,6 @@ def load_sessions(archive: Path, data: str, sessions: Sequence[str]) -> None:
         added, had = load_archive(archive, store, sessions)
     finally:
         store.close()
-    if not added + had:
-        raise ConfigError(
-            f"archive: {archive} has no session {' or '.join(sessions)}; pass the ids of archived sessions",
-            param="session",
-        )
     say(console(), f"added {_count(added)} to {data}" + (f"; already there: {had:,}" if had else ""))
 
 

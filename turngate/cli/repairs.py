@@ -18,6 +18,7 @@ from turngate.common.terminal import sanitize_line, say
 from turngate.errors import ConfigError, TaskError
 from turngate.sandboxes import get_backend
 from turngate.tasks.repairs.make import (
+    Fate,
     Hint,
     PackageRepairs,
     RepairSettings,
@@ -31,6 +32,13 @@ from turngate.tasks.repairs.package import Package, load_package
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 PACKAGES_FILE = "packages.json"
+_HEADINGS: dict[Fate, str] = {
+    "not caught by tests": "not caught by tests",
+    "breaks most tests": "break most",
+    "hangs": "hang",
+    "duplicate": "duplicates",
+    "function has enough bugs": "function has enough",
+}
 
 
 def make_repair_tasks(options: MakeRepairsOptions) -> bool:
@@ -110,10 +118,10 @@ def _write(made: Sequence[PackageRepairs], splits: dict[str, Split], settings: R
 
 def _print_summary(made: Sequence[PackageRepairs], splits: dict[str, Split], out: Path, console: Console) -> None:
     table = Table(title=f"Repair tasks in {sanitize_line(str(out))}", title_justify="left")
-    for heading in ("package", "license", "split", "tasks", "not caught by tests", "break most", "hang", "duplicates"):
+    for heading in ("package", "license", "split", "tasks", *_HEADINGS.values()):
         table.add_column(heading, overflow="fold")
     for one in made:
-        fates = [one.fates.get(fate, 0) for fate in ("not caught by tests", "breaks most tests", "hangs", "duplicate")]
+        fates = [one.fates.get(fate, 0) for fate in _HEADINGS]
         table.add_row(
             sanitize_line(f"{one.package.name} {one.package.version}"),
             sanitize_line(one.package.license) or "not stated",

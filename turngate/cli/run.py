@@ -137,7 +137,7 @@ def _run_and_print(
 def _show_flags(config: ServeConfig, gateway: GatewayChoice) -> str:
     """Return the flags that `turngate show` needs to find the session."""
     if gateway.url:
-        return f" --gateway {gateway.url}"
+        return f" --gateway {shlex.quote(gateway.url)}"
     return "" if config.data == ServeConfig().data else f" --data {shlex.quote(config.data)}"
 
 

@@ -341,7 +341,7 @@ class _TreePrinter:
         """Return a node's tokens as text.
 
         On a terminal, sampled tokens are colored from green (likely) to red (unlikely), and context tokens are gray. Elsewhere, each
-        sampled token is followed by its log-probability, if it is known.
+        sampled token is followed by its log-probability, or ? if it is unknown.
         """
         text = Text()
         logprobs = node.logprobs or [None] * len(node.ids)
@@ -353,7 +353,7 @@ class _TreePrinter:
             if node.kind == "context":
                 text.append(shown, style="bright_black")
             elif plain:
-                text.append(shown + ("│" if logprob is None else f"│{logprob:.2f}│"))
+                text.append(shown + ("│?│" if logprob is None else f"│{logprob:.2f}│"))
             else:
                 text.append(shown, style=_shade(logprob))
         return text
@@ -412,7 +412,7 @@ def _print_legend(console: Console) -> None:
     if not console.is_terminal:
         say(
             console,
-            "Each sampled token is followed by its log-probability, between two bars. Context tokens have none.",
+            "Each sampled token is followed by its log-probability between two bars, or ? if it is unknown. Context tokens have none.",
         )
         return
     samples = [(f" {share:.0%} ", _shade(math.log(share))) for share in (0.01, 0.25, 0.5, 0.75, 1.0)]
@@ -438,9 +438,10 @@ def _print_rows(view: ShownSession, console: Console) -> None:
         table.add_column(heading, overflow="fold")
     for number, row in enumerate(view.rows, 1):
         reasons = [span.reason for span in row.spans if span.reason]
-        counted = ", ".join(f"{reasons.count(reason)} × {reason}" for reason in dict.fromkeys(reasons))
+        # A reason can contain text from the endpoint.
+        counted = sanitize_line(", ".join(f"{reasons.count(each)} × {each}" for each in dict.fromkeys(reasons)))
         table.add_row(str(number), str(len(row.ids)), str(sum(map(bool, row.mask))), str(len(row.spans)), counted)
     console.print(table)
     if view.masked:
         turns = "1 turn is" if len(view.masked) == 1 else f"{len(view.masked)} turns are"
-        say(console, f"{turns} trained only in rows with sampling masks (turngate export --side sampling_mask).")
+        say(console, f"{turns} trained only in rows with sampling masks (turngate export rows --side sampling_mask).")

@@ -18,7 +18,7 @@ from turngate.common.terminal import console as new_console
 from turngate.errors import ConfigError, TurngateError
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend
-from turngate.tasks.grading.logs import has_parser
+from turngate.tasks.grading.logs import require_parser
 from turngate.tasks.grading.types import GradingEnvironment
 from turngate.tasks.loaders.load import LoadedTask, scan_tasks
 from turngate.tasks.proof import Proof, prove_task
@@ -89,7 +89,11 @@ async def _check_all(
     """Check each task and, if requested, prove it in a sandbox. Return None if interrupted."""
     lines = [_check(loaded) for loaded in found]
     to_prove = (
-        [n for n, loaded in enumerate(found) if loaded.task is not None and _provable(loaded.task)]
+        [
+            n
+            for n, loaded in enumerate(found)
+            if loaded.task is not None and _provable(loaded.task) and lines[n].verdict != "wrong"
+        ]
         if options.prove
         else []
     )
@@ -145,12 +149,11 @@ def _check(loaded: LoadedTask) -> TaskCheck:
 
 
 def _check_log_parser(task: Task) -> str:
-    """Return what is wrong with the log parser that a SWE task names, or an empty string if nothing is."""
+    """Return what is wrong with the log parser that a SWE task names, or an empty string if it is valid."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
         try:
-            if not has_parser(name):
-                return f"log_parser: unknown parser {name!r}"
+            require_parser(name)
         except TurngateError as error:
             return error.message
     return ""
@@ -173,7 +176,8 @@ def _describe_error(loaded: LoadedTask) -> str:
 
 
 def _summarize(task: Task) -> str:
-    text = task.instruction.partition("<issue>")[2] or task.instruction  # skip the preamble that all SWE tasks share
+    issue = task.instruction.partition("<issue>")[2]  # skip the preamble that all SWE tasks share
+    text = issue if issue.strip() else task.instruction
     line = next(line for line in text.splitlines() if line.strip())
     return sanitize_line(line if len(line) <= 70 else f"{line[:69]}…")
 

@@ -129,9 +129,10 @@ def _verify_selected(folder: SessionReader, options: VerifyCommandOptions, means
 
 
 def _finish(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
-    """Print the results as JSON or, on a console, `undone` if there are errors. Return True if no errors were found.
+    """Print the results as JSON or, on a console, the last lines. Return True if no errors were found.
 
-    `undone` says what was requested but not done. If no errors were found, the caller raises an exception with this text instead.
+    `undone` says what was requested but not done. On a console, it is printed only if there are errors. Otherwise, the caller raises an
+    exception with this text.
     """
     fine = all(verdict.ok for verdict in verdicts)
     if console is None:

@@ -388,12 +388,12 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def parse_history(mark: str) -> str:
-    """Return the part of a feed's mark that names the store's history. It is empty if the store has never been restored."""
+    """Return the name of the store's history (`store/restores.py`) from a feed's mark, or "" if the store has never been restored."""
     return mark.split("-", 2)[2] if mark.count("-") == 2 else ""
 
 
 def remove_history(mark: str) -> str:
-    """Return a feed's mark without the part that changes when the store is restored from a backup."""
+    """Return a feed's mark without the name of the store's history, which changes when the store is restored from a backup."""
     return "-".join(mark.split("-", 2)[:2])
 
 

@@ -126,7 +126,7 @@ class GatewayTransport:
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED:
             return f"nothing is listening at {self.url}; start a gateway with `turngate serve`"
         why = error.strerror if isinstance(error, aiohttp.ClientConnectorError) else str(error)
-        return f"{self.url} cannot be reached ({why or type(error).__name__})"
+        return f"no reply from {self.url} ({why or type(error).__name__})"
 
     def _decode_reply(self, raw: bytes, reply: type[T], *, msgpack: bool) -> T:
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 
 from turngate.dialects.base import Dialect, Route, Stream, Verb, WireRequest
@@ -9,6 +12,7 @@ from turngate.dialects.chat import Chat
 from turngate.dialects.gemini import Gemini
 from turngate.dialects.messages import Messages
 from turngate.dialects.responses import Responses
+from turngate.dialects.wire import DECODE_ERRORS, describe_error
 from turngate.errors import BadRequest
 from turngate.types import Message, Tool
 
@@ -22,8 +26,9 @@ def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
 
     `dialect` names the dialect in which they arrived.
     """
-    history = _find(dialect).read_stored_history([bytes(item) for item in _raws.decode(raw)])
-    return [message for index in range(len(history.raws)) for message in history.decode(index)]
+    with _reading("messages"):
+        history = _find(dialect).read_stored_history([bytes(item) for item in _raws.decode(raw)])
+        return [message for index in range(len(history.raws)) for message in history.decode(index)]
 
 
 def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
@@ -31,7 +36,16 @@ def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
 
     `dialect` names the dialect in which they arrived.
     """
-    return () if raw in (b"", b"[]") else _find(dialect).read_stored_tools(raw).decode()
+    with _reading("tools"):
+        return () if raw in (b"", b"[]") else _find(dialect).read_stored_tools(raw).decode()
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"{what}: {describe_error(error)}") from None
 
 
 def _find(dialect: str) -> Dialect:

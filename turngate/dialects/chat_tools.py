@@ -30,12 +30,16 @@ _names = msgspec.json.Decoder(list[_Named])
 
 
 class ChatTools:
-    """The tools of one request. `allowed` contains the names of the tools that the model sees; None means all of them."""
+    """The tools of one request. `allowed` contains the names of the tools that the model sees; None means all of them.
+
+    `field` is the field of the request that contains them. Errors name it.
+    """
 
     replaceable = False
 
-    def __init__(self, raw: bytes, allowed: Collection[str] | None = None) -> None:
+    def __init__(self, raw: bytes, allowed: Collection[str] | None = None, field: str = "tools") -> None:
         self._tools = raw
+        self._field = field
         self._allowed = None if allowed is None else frozenset(allowed)
         self.raw = encode_allowed_tools(raw, allowed)
 
@@ -49,14 +53,15 @@ class ChatTools:
         for n, named in enumerate(names):
             if not named.name:
                 raise BadRequest(f"functions[{n}].name is missing", param=f"functions[{n}].name")
-        return cls(b"[" + b",".join(b'{"type":"function","function":%b}' % bytes(f) for f in functions) + b"]")
+        tools = b",".join(b'{"type":"function","function":%b}' % bytes(f) for f in functions)
+        return cls(b"[" + tools + b"]", field="functions")
 
     @classmethod
     def from_stored(cls, raw: bytes) -> ChatTools:
         return cls(*decode_allowed_tools(raw))
 
     def decode(self) -> tuple[Tool, ...]:
-        tools = [_decode_tool(wire, f"tools[{n}]") for n, wire in enumerate(self._read())]
+        tools = [_decode_tool(wire, f"{self._field}[{n}]") for n, wire in enumerate(self._read())]
         return tuple(tool for tool in tools if self._allowed is None or tool.name in self._allowed)
 
     def custom_names(self) -> frozenset[str]:
@@ -64,19 +69,19 @@ class ChatTools:
         if b'"custom"' not in self._tools:  # the usual case
             return frozenset()
         return frozenset(
-            _decode_tool(wire, f"tools[{n}]").name
+            _decode_tool(wire, f"{self._field}[{n}]").name
             for n, wire in enumerate(self._read())
             if wire.get("type") == "custom"
         )
 
     def restrict_to(self, names: Collection[str]) -> ChatTools:
-        return ChatTools(self._tools, names)
+        return ChatTools(self._tools, names, self._field)
 
     def _read(self) -> list[dict[str, Any]]:
         try:
             return _wires.decode(self._tools)
         except DECODE_ERRORS as error:
-            raise BadRequest(f"tools: {describe_error(error)}", param="tools") from None
+            raise BadRequest(f"{self._field}: {describe_error(error)}", param=self._field) from None
 
 
 def _decode_tool(wire: dict[str, Any], where: str) -> Tool:

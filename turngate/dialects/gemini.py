@@ -286,7 +286,7 @@ def _decode_tools(request: GeminiRequest, config: _Config) -> tuple[GeminiTools 
         return None, shape
     if mode == "ANY":
         return tools, _require_call(tools, allowed)  # there is no text to which the schema could apply
-    if mode == "VALIDATED" and allowed and tools is not None:
+    if mode == "VALIDATED" and allowed:
         _require_declared(tools, allowed)
         tools = GeminiTools(raw, allowed)
     return tools, shape
@@ -322,8 +322,8 @@ def _require_call(tools: GeminiTools | None, allowed: Collection[str]) -> Constr
     return require_any_tool([tool for tool in offered if not allowed or tool.name in allowed], parallel=True)
 
 
-def _require_declared(tools: GeminiTools, allowed: Collection[str]) -> None:
-    names = {tool.name for tool in tools.decode()}
+def _require_declared(tools: GeminiTools | None, allowed: Collection[str]) -> None:
+    names = {tool.name for tool in tools.decode()} if tools is not None else set()
     for name in allowed:
         if name not in names:
             raise field_error(_ALLOWED, f"contains {name!r}, which is not a declared function")

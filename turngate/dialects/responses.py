@@ -350,13 +350,14 @@ def _decode_tool_choice(
             return None, tools.restrict_to(names) if tools is not None and allowed else None
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
             raise field_error(
-                "tool_choice", f"has type {kind!r}, which is not supported; choose a function or a custom tool"
+                "tool_choice",
+                f"has type {kind!r}, which is not supported; choose a function, a custom tool or tool_search",
             )
         case _:
             raise field_error(
                 "tool_choice",
-                "must be 'none', 'auto', 'required', {'type': 'function', 'name': …}, {'type': 'custom', 'name': …} "
-                "or {'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': […]}",
+                "must be 'none', 'auto', 'required', {'type': 'function', 'name': …}, {'type': 'custom', 'name': …}, "
+                "{'type': 'tool_search'} or {'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': […]}",
             )
 
 
@@ -373,7 +374,7 @@ def _read_allowed_names(entries: list[Json]) -> set[str]:
             case _:
                 raise field_error(
                     f"tool_choice.tools[{n}]",
-                    "must be {'type': 'function', 'name': …} or {'type': 'custom', 'name': …}",
+                    "must be {'type': 'function', 'name': …}, {'type': 'custom', 'name': …} or {'type': 'tool_search'}",
                 )
     return names
 

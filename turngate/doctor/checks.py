@@ -188,25 +188,31 @@ async def diagnose(context: DoctorContext, only: Sequence[str] = ()) -> list[Fin
 
 async def _run_check(check: DoctorCheck, context: DoctorContext) -> list[Finding]:
     start = time.monotonic()
+    limit = asyncio.timeout(check.timeout_s)
     try:
-        async with asyncio.timeout(check.timeout_s):
+        async with limit:
             results = await check.run(context)
-    except TimeoutError:
-        results = [
-            failure(
-                f"the check did not finish within {check.timeout_s:.0f} s",
-                "find out what is blocking it, and run the check again",
-            )
-        ]
     except NotChecked as error:
         results = [not_checked(error.message, error.fix)]
     except TurngateError as error:
         fix = "correct the setting" if error.boundary == "config" else "fix the problem, and run the check again"
         results = [failure(error.message, fix)]
-    except OSError as error:
-        message = f"{error.strerror or error} {error.filename or ''}".strip()
-        results = [failure(message, "fix the problem, and run the check again")]
+    except OSError as error:  # also the TimeoutError of our own limit
+        results = [_describe_limit(check) if limit.expired() else _describe_os_error(error)]
     return [_build_finding(check, result, time.monotonic() - start) for result in results]
+
+
+def _describe_limit(check: DoctorCheck) -> CheckOutcome:
+    return failure(
+        f"the check did not finish within {check.timeout_s:.0f} s",
+        "find out what is blocking it, and run the check again",
+    )
+
+
+def _describe_os_error(error: OSError) -> CheckOutcome:
+    # A `TimeoutError` of a time limit inside the check has no text.
+    reason = error.strerror or str(error) or "an operation timed out"
+    return failure(f"{reason} {error.filename or ''}".strip(), "fix the problem, and run the check again")
 
 
 def _build_finding(check: DoctorCheck, result: CheckOutcome, seconds: float) -> Finding:

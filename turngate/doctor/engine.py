@@ -192,7 +192,7 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
     cool, hot = [await _generate(context, url, renderer, sampling) for sampling in greedy]
     free = await _generate(context, url, renderer, Sampling(temperature=2.0))
     values = [cool[1], hot[1], free[1]]
-    if any(logprobs is None or None in logprobs for logprobs in values) or cool[0] != hot[0]:
+    if any(not logprobs or None in logprobs for logprobs in values) or cool[0] != hot[0]:
         return not_checked(f"{name}: the engine's replies do not show which log-probabilities it returns")
     truncated, heated, untruncated = ([value or 0.0 for value in logprobs or ()] for logprobs in values)
     if min(untruncated) > _CERTAIN:

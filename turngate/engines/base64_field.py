@@ -71,7 +71,7 @@ class Base64Field:
         self._parts, self.size, self._rest = [], 0, b""
 
     def _find_content(self, data: bytes, at: int) -> tuple[int, int | None]:
-        """Look for the field in `data`, from index `at` on. Return the end of the data to keep, and the index at which to continue.
+        """Look for the field in `data`, from index `at` on. Return the end index of the data to keep, and the index at which to continue.
 
         The second index is None if more data is needed.
         """

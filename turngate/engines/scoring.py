@@ -47,7 +47,7 @@ class ScoringEngine(Protocol):
         """Return the scores of the tokens in each span of `ids`, in the order of the spans. The scores have passed `check_scores`."""
 
     def find_model(self) -> str:
-        """Return the name of the model that computes the scores. Raise an error if the engine does not have this model."""
+        """Return the name of the model that computes the scores. Raise an error if the engine does not serve the requested model."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids with the model's tokenizer. Special tokens are included."""

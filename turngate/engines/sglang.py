@@ -409,7 +409,7 @@ def _slice_new(name: str, items: Sequence[T], seen: int, total: int) -> Sequence
     if len(items) == total - seen:
         return items
     raise EngineError(
-        f"{name} sent ids or log-probabilities for the wrong number of tokens: {len(items)} instead of {total} (all) or "
+        f"{name} sent ids, log-probabilities or sampling masks for the wrong number of tokens: {len(items)} instead of {total} (all) or "
         f"{total - seen} (only the new ones)"
     )
 

@@ -85,5 +85,5 @@ class Attempts:
                 log.warning("cannot cancel superseded session %s: %s", session_id, error.message)
 
     def _find_unnamed(self, rollout: str) -> str:
-        """Return `rollout` if it is a session id, otherwise an empty string. Without a rollout name, a session uses its id as the name."""
+        """Return `rollout` if it is a session id, otherwise an empty string. A session that names no rollout uses its id as the name."""
         return rollout if self._sessions.knows(rollout) else ""

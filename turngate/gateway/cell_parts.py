@@ -1,9 +1,9 @@
 """Divide the engines between projects, and each project's share between the cells that use the same engines.
 
 A cell's *part* of a project's share is proportional to the number of the project's calls in that cell, running and waiting. When a call
-ends, only the cell that ran it can use the room that this makes at the engines. So to choose its next call, a cell compares its own running
-calls of each project with its part, and ignores the calls that run in other cells. A cell leaves room for other cells only while one of
-them has a waiting call that it could run without exceeding its part. All functions here are pure.
+ends, only the cell that ran it can use the engine capacity that becomes free. So to choose its next call, a cell compares its own running
+calls of each project with its part, and ignores the calls that run in other cells. A cell leaves capacity for other cells only while one
+of them has a waiting call that it could run without exceeding its part. All functions here are pure.
 """
 
 from __future__ import annotations

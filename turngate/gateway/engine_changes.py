@@ -41,7 +41,7 @@ class EngineGroup(Protocol):
 
 
 class LocalEngines:
-    """The engine pool of this process. With `serves=False`, the pool gets no calls: it only shows the engines' load and loads weights."""
+    """The engine pool of this process. With `serves=False`, it gets no calls: it only reports load and updates weights."""
 
     def __init__(
         self,
@@ -138,10 +138,7 @@ class EngineChanges:
         """Send no new calls to an engine."""
         local, group = self._require()
         async with self._updates.lock:
-            address = self._find(local, url)
-            if address in self._listed.read().failed:
-                raise Conflict(f"{address} has failed, so it gets no calls; add it again, or remove it", param="url")
-            await self._apply(group, address, "draining")
+            await self._drain(local, group, url)
         return local.describe()
 
     async def remove(self, url: str, limit_s: float = REMOVE_S, *, force: bool = False) -> EnginesView:
@@ -151,13 +148,12 @@ class EngineChanges:
         """
         local, group = self._require()
         address = self._find(local, url)
-        listed = self._listed.read()
-        if address in listed.failed:
+        if address in self._listed.read().failed:
             force = True  # it has no calls
-        elif len(listed.used) == 1:
-            raise Conflict(f"{address} is the only engine; add another engine before you remove this one", param="url")
         if not force:
-            await self.drain(url)
+            async with self._updates.lock:
+                self._require_another(address)
+                await self._drain(local, group, url)
             try:
                 async with asyncio.timeout(limit_s):
                     await group.wait_until_idle(address)
@@ -167,11 +163,14 @@ class EngineChanges:
                     "or set 'force' to end its calls"
                 ) from None
         async with self._updates.lock:
-            if self._listed.read().used.get(address) == "active" and not force:
+            state = self._listed.read().used.get(address)
+            if state == "active" and not force:
                 raise Conflict(
                     f"{address} was added again while it was draining, so it was not removed; to remove it, repeat the request",
                     param="url",
                 )
+            if state is not None:
+                self._require_another(address)
             await self._apply(group, address, None)
         return local.describe()
 
@@ -186,6 +185,12 @@ class EngineChanges:
         finally:
             await engine.close()
 
+    async def _drain(self, local: LocalEngines, group: EngineGroup, url: str) -> None:
+        address = self._find(local, url)
+        if address in self._listed.read().failed:
+            raise Conflict(f"{address} has failed, so it gets no calls; add it again, or remove it", param="url")
+        await self._apply(group, address, "draining")
+
     async def _apply(self, group: EngineGroup, address: str, state: EngineState | None) -> None:
         self._listed.write(address, state)
         await group.sync()
@@ -197,6 +202,16 @@ class EngineChanges:
                 "this gateway has no pool of engines to change; only gateways with vllm or sglang engines have one"
             )
         return self._local, self._group
+
+    def _require_another(self, address: str) -> None:
+        """Raise `Conflict` if no engine would take new calls without the engine at `address`."""
+        used = self._listed.read().used
+        if not any(state == "active" for url, state in used.items() if url != address):
+            raise Conflict(
+                f"no other engine takes new calls, so {address} was not removed; first add another engine, or add a draining one "
+                "again",
+                param="url",
+            )
 
     def _require_open(self) -> None:
         if self._fence.paused:

@@ -52,7 +52,7 @@ _TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
 
 
 class _ReportResult(msgspec.Struct, frozen=True):
-    """The stored result of a trainer's report. A repeated report gets the same result. Older versions of Turngate stored only alarms."""
+    """The stored result of a mismatch report. A repeated report gets the same result. Older versions of Turngate stored only alarms."""
 
     digest: str  # of the report's content
     alarms: tuple[MismatchAlarm, ...]
@@ -235,7 +235,7 @@ class Feeds:
         return msgspec.msgpack.encode(page)
 
     def report_mismatch(self, name: str, report: MismatchReport) -> tuple[MismatchAlarm, ...]:
-        """Store a trainer's report as an event, count it in the metrics, and return the alarms that it causes.
+        """Store a trainer's mismatch report as an event, count it in the metrics, and return the alarms that it causes.
 
         A repeated report with the same id is neither stored nor counted again. A different report with that id is rejected.
         """

@@ -36,7 +36,7 @@ class OutcomeRecorder:
         metrics: Metrics,
         require_lease: Callable[[], None] = lambda: None,
     ) -> None:
-        """`require_lease` raises an error if this gateway is a cell without a lease."""
+        """Create a recorder. `require_lease` raises an error if this gateway is a cell without a lease."""
         self._attempts = store.attempts
         self._outcomes = store.outcomes
         self._sessions = sessions

@@ -51,7 +51,7 @@ class Barrier(Protocol):
     """The fence of one process, or the fences of several processes together."""
 
     async def hold(self, until: float | None) -> None:
-        """Make new calls wait. `until` is recorded for processes that start during the hold; None means no time limit."""
+        """Make new calls wait. Record `until`, the time at which the hold expires, for processes that start during it. None means never."""
 
     async def drain(self) -> None:
         """Wait until no call is in flight."""

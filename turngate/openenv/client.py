@@ -248,7 +248,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
     # ── hooks of OpenEnv's client ──
 
     async def _send_and_receive(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Make one call at a time, because replies carry no id that would match them to calls."""
+        """Send a message and return the reply. Only one call is made at a time, because replies carry no id that matches them to calls."""
         if self._call_lock is None:
             self._call_lock = asyncio.Lock()
         async with self._call_lock:

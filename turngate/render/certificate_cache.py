@@ -35,7 +35,7 @@ class CertificateRecord(msgspec.Struct, frozen=True):
     """What is cached for a tokenizer folder, a model and a family."""
 
     vocabulary: Vocabulary
-    fast: bool  # whether the fast encoder agrees with the reference encoder
+    fast: bool  # whether the fast encoder agrees with the slow encoder
     certificate: Certificate
 
 

@@ -1,9 +1,10 @@
-"""Certify a renderer: check that extending the sampled ids with a bridge matches rendering the whole conversation.
+"""Certify a renderer: check that its bridges match renders of the whole conversation.
 
-After each assistant turn of each probe conversation, the bridge must consist of the ids that the template writes there. The template must
-also leave the text before the turn unchanged (`transition.py`). The turn itself may differ, because templates drop past thinking or write
-calls in another form; the sampled ids are kept. Each kind of transition gets its own verdict. At a transition that fails, the whole
-conversation is rendered instead, unless a hand-written renderer has its own bridge.
+A bridge consists of the ids that extend the sampled ids up to the model's next turn. After each assistant turn of each probe conversation,
+the bridge must equal the ids that the template writes there. The template must also leave the text before the turn unchanged
+(`transition.py`). The turn itself may differ, because templates drop past thinking or write calls in another form; the sampled ids are
+kept. Each kind of transition gets its own verdict. At a transition that fails, the whole conversation is rendered instead, unless a
+hand-written renderer has its own bridge.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class StreamDecoder:
 
 
 class _LazyBackend:
-    """The reference encoder, which is loaded on first use.
+    """The slow encoder of the `tokenizers` package, which is loaded on first use.
 
     Loading it takes half a second and 100 MB of memory. It may never be needed if the vocabulary is cached and the fast encoder is used.
     """

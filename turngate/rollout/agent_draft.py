@@ -51,7 +51,7 @@ def explain_failure(run: WatchedRun) -> str:
     model_calls = [call for call in run.calls if call.samples]
     if any(call.status == 200 for call in model_calls):
         return ""
-    if run.exit_code == 127:
+    if run.exit_code == 127 and not model_calls:
         return f"the command ended with exit code 127, which usually means that a program was not found{printed}"
     if not run.calls:
         ended = "did not end in time" if run.exit_code is None else f"ended with exit code {run.exit_code}"

@@ -87,7 +87,7 @@ class AttemptRunner:
     async def _execute(
         self, item: RolloutItem, started: AttemptStarted, take_slot: Callable[[], Slot]
     ) -> AttemptResult:
-        """Make the order for an attempt, and run it. Failures are part of the result."""
+        """Make the order for an attempt, and run the attempt. A failure is returned as a result, not raised."""
         slot = take_slot()
         order = self._make_order(item, started, PackedTask(task=item.task))
         attempt: Attempt | None = None

@@ -106,7 +106,7 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
         return 0
     listed, _, rest = found.stdout.rpartition(b"\0")
     if rest or len(found.stdout) >= _MAX_LIST_BYTES:
-        missing.append("home: too many transcript and log files to list")
+        missing.append("home: too many transcript and log files to list; some may not have been copied")
     names = [name.decode("utf-8", "surrogateescape") for name in dict.fromkeys(listed.split(b"\0")) if name]
     if len(names) > _MAX_FILES:
         missing.append(

@@ -50,7 +50,7 @@ class GroupCloser:
             self.empty_group_added.set()
 
     def reopen(self, finished: FinishedRollout) -> None:
-        """Remove a finished rollout that will run again. Its group is closed again when the new attempt has finished."""
+        """Stop counting a finished rollout that will run again. Its group is closed again when the new attempt has finished."""
         group = _group_name(finished)
         members = self._closed.pop(group, None)
         if members is not None:

@@ -31,7 +31,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
     held: bool = False  # the throttle is holding back the next group
     sampled_tokens: int = 0  # in this run
     started: float = msgspec.field(default_factory=time.monotonic)
-    notes: list[str] = []  # messages about the whole batch, oldest first
+    notes: list[str] = []  # messages about the batch and its rollouts, oldest first
     recent: deque[tuple[float, int]] = msgspec.field(default_factory=deque)
 
     def add(self, finished: FinishedRollout) -> None:

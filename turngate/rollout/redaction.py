@@ -20,7 +20,7 @@ _ASSIGNMENT = re.compile(
 
 
 class Redactor:
-    """Removes an agent's secrets from text: its session key, those in its environment, and the values that its task takes from the host.
+    """Removes an agent's secrets from text: its session key, secrets in its environment, and values that its task takes from the host.
 
     Secrets of fewer than 6 characters are not removed.
     """

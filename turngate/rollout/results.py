@@ -86,7 +86,7 @@ class BatchResults:
         self._watch(self.progress)
 
     def note(self, text: str) -> None:
-        """Add a message about the whole batch, and report it."""
+        """Add a message to the batch's progress, and report the progress."""
         self.progress.notes.append(text)
         self.report()
 

@@ -3,7 +3,7 @@
     1. the caller: flags, the `sampling` of a request, the session settings of a plan, or a trainer
     2. the agent's file, in [sampling]
     3. the session settings of a service's endpoint
-    4. the gateway, which pins temperature 1 in exact and gate mode, so that turns can be trained on, whatever the agent asks for
+    4. the gateway, which in exact and gate mode pins temperature 1, whatever the agent requests, so that turns can be trained on
 
 For evaluations, a caller can set `sampling` to `agent`. Then only the caller's settings are pinned, and the agent's own requests decide
 all other settings.

@@ -26,7 +26,7 @@ class TrainerThrottle:
     def __init__(self, max_ahead: int, trained: int = 0) -> None:
         """Create a throttle. `trained` is the number of groups already trained on, such as a feed's committed position."""
         if max_ahead < 1:
-            raise ConfigError(f"'ahead' must be at least 1, not {max_ahead}", param="ahead")
+            raise ConfigError(f"max_ahead must be at least 1, not {max_ahead}", param="max_ahead")
         self._max_ahead = max_ahead
         self._trained = trained
         self._more = asyncio.Event()

@@ -65,7 +65,7 @@ def _sanitize(member: tarfile.TarInfo | None) -> tarfile.TarInfo | None:
 
 
 class _Member(tarfile.TarInfo):
-    """A member of a tar stream. It is rejected as soon as its header is parsed if reading it would use too much memory."""
+    """A member of a tar stream. If reading it would use too much memory, it is rejected as soon as its header is parsed."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:

@@ -89,7 +89,7 @@ class Job(Protocol):
     async def wait(self) -> int:
         """Wait until the command has ended, and return its exit code.
 
-        The exit code is 128 + n if signal n ended the command, and 137 if none was reported, for example because the sandbox has ended.
+        The exit code is 128 + n if signal n ended the command, and 137 if no exit code was reported, such as when the sandbox has ended.
         """
 
     async def kill(self, grace_s: float = 2.0) -> None:

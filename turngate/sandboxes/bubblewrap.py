@@ -155,7 +155,9 @@ class BubblewrapBackend:
         return await find_server(key, preload, Path(source), lambda program: self._prepare_server(program, spec))
 
     def _prepare_server(self, preload: Preload, spec: SandboxSpec) -> ServerProcess:
-        """Return how to start a fork server in its own sandbox, which has no network, no view of other processes and no data of a rollout.
+        """Create a folder for a fork server, and return the command and settings that start the server in its own sandbox.
+
+        This sandbox has no network, no view of other processes and no data of a rollout.
 
         The server must be in the host's process namespace, because otherwise it could not enter the process namespace of a sandbox. It sees
         no processes, because it has no /proc. It has no privileges, but may enter sandboxes, because they are created below its user

@@ -57,7 +57,7 @@ class DiskWatch:
     """Measures one sandbox's disk use, and calls `on_exceeded` with an error if the sandbox uses more than `limit` bytes.
 
     After each call of `on_exceeded`, the sandbox may use another `limit` bytes, because its files are still there. While the machine's
-    disk is nearly full, it may use only `RESERVE_BYTES` in total. `folder` is on the file system that the sandbox uses.
+    disk is nearly full, the sandbox may use only `RESERVE_BYTES` in total. `folder` is on the file system that the sandbox uses.
     """
 
     def __init__(

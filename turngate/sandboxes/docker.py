@@ -6,8 +6,8 @@ When it ends, Docker removes the container, even if Turngate has died. Commands 
 
 A container has no privileges and cannot gain any. It has no network unless one is requested. The number of its processes is limited. Its
 memory and CPU are limited if requested. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which
-all but the smallest images have. The Docker daemon measures the container's disk space, and limits it if Docker's file system supports
-quotas.
+all but the smallest images have. A `DiskWatch` kills the container's commands if it exceeds its disk limit. Docker also enforces the limit
+if its file system supports quotas.
 """
 
 from __future__ import annotations

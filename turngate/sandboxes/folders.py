@@ -48,8 +48,13 @@ def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
 def _private_root(root: Path | None) -> Path:
     """Return the parent of all sandbox folders. Raise `SandboxError` if it is not private, because other users could plant links in it."""
     root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = root.lstat()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.lstat()
+    except OSError as error:
+        raise SandboxError(
+            f"cannot create the folder for sandboxes: {error}; make its parent folder writable, or set TMPDIR to another folder"
+        ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise SandboxError(
             f"{root} must be a private folder (mode 700, not a link) owned by this user; run `chmod 700 {root}`, or set TMPDIR to "

@@ -307,10 +307,10 @@ class TruncatedOutput(CapturedOutput):
             data = data[room:]
         self._tail += data
         if len(self._tail) > 2 * self._half:
-            del self._tail[: -self._half]
+            del self._tail[: len(self._tail) - self._half]
 
     def read(self) -> bytes:
-        tail = self._tail[-self._half :]
+        tail = self._tail[max(0, len(self._tail) - self._half) :]
         omitted = self._size - len(self._data) - len(tail)
         note = f"\n… {omitted} of {self._size} bytes omitted …\n".encode() if omitted else b""
         return bytes(self._data + note + tail)

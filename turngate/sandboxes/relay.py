@@ -268,7 +268,7 @@ class HttpRelay:
         self._connections: set[Any] = set()  # one task per connection
 
     def check_route(self, method: str, path: str) -> None:
-        """Check a request's method and path. Called before a large body is read."""
+        """Check a request's method and path before a large body is read. Requests with small bodies are checked only by `admit`."""
 
     def admit(self, request: HttpRequest) -> HttpRequest:
         """Check a complete request. Return the request to send, which may be modified."""

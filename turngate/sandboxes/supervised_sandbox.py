@@ -153,7 +153,7 @@ class SupervisedSandbox(PosixSandbox):
             await job.kill(grace_s=0)
 
     def use_server(self, warm: WarmStart, *, inside: bool) -> None:
-        """Use a fork server to start the preloaded program later. With `inside`, the program is forked into the supervisor's namespaces."""
+        """Make `start` fork the preloaded program from a fork server. With `inside`, it is forked into the supervisor's namespaces."""
         assert self._process is not None
         self._warm = warm
         if inside:

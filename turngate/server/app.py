@@ -245,7 +245,7 @@ class Gateway(ProjectGateway):
                 project.limit_context(min(limits))
 
     async def end_requests(self) -> None:
-        """Before the gateway stops, end event streams and polls, and abort model calls in all projects."""
+        """End event streams and polls, and abort model calls, in all projects. Called before the gateway stops."""
         await super().end_requests()
         for project in self.hosted:
             await project.end_requests()

@@ -47,7 +47,7 @@ def build_replica(config: ServeConfig, url: str) -> VLLM | SGLang:
 
 
 def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> list[str]:
-    """Return the addresses of the engines in a pool: `engine`, if it is a pool, or else the configured pool. Return [] without a pool."""
+    """Return the addresses of the engines in `engine`, if it is a pool, or else in the configured pool. Return [] if there is no pool."""
     if isinstance(engine, Pool):
         return [replica.address for replica in engine.replicas]
     if config.engine not in ("vllm", "sglang"):

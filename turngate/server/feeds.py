@@ -45,7 +45,7 @@ class TakeOverQuery(msgspec.Struct, frozen=True):
 
 
 class DeliveriesQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Query parameters. `reader` is the reader's token. The reply waits up to `wait` seconds for a delivery with a number above `after`.
+    """Query parameters. `reader` is the reader's token. The server waits up to `wait` seconds for a delivery with a number above `after`.
 
     By default, `after` is the last committed number. With `form=tree`, the rows of a group are returned as a tree, with each shared prefix
     once.

@@ -101,7 +101,7 @@ class HostedProjects:
                     self._host.shares.is_active = True  # other cells may serve the other projects with the same engines
                 deleted = self._host.projects.ring.list_deleted() - self._removed
             except (TurngateError, OSError) as error:
-                log.warning("cannot follow the list of projects: %s; retrying", error)
+                log.warning("cannot check for new or deleted projects: %s; retrying", error)
                 deleted = frozenset()
             for name in deleted:
                 try:
@@ -143,8 +143,8 @@ class HostedProjects:
     def choose(self, scope: Scope) -> str | None:
         """Return the name of the project that a request belongs to, or None for the project `default`.
 
-        The key or login cookie alone decides, except that the operator may name a project in a header. The project's own gateway checks the
-        key again.
+        The session's secret, API key or login cookie decides. With the admin key, the caller may name a project in a header. The project's
+        own gateway checks the key again.
         """
         ring = self._host.projects.ring
         named, keys = "", []
@@ -171,7 +171,7 @@ class HostedProjects:
         return self._choose_by_address(scope)
 
     def _choose_by_address(self, scope: Scope) -> str | None:
-        """Choose by the session's secret in the path (OpenEnv) or the query (Gemini). Return None for `default` or without a secret."""
+        """Find the project by the session's secret in the path (OpenEnv) or query (Gemini). Return None for `default` or no secret."""
         query = scope["query_string"]
         if b"tg-" not in query and "/tg-" not in scope["path"]:
             return None

@@ -61,7 +61,10 @@ class MetricsQuery(msgspec.Struct, frozen=True):
 
 
 class MetricsEndpoint:
-    """The metrics endpoint of one gateway. Between `start` and `stop`, it also measures the event loop's delay."""
+    """The metrics endpoint of one project. The endpoint of the project `default` can also return the metrics of the whole gateway.
+
+    Between `start` and `stop`, it measures the event loop's delay.
+    """
 
     def __init__(
         self,

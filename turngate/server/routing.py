@@ -112,7 +112,7 @@ def hint_for(request: Request) -> str:
 
 
 def is_unserved_call(request: Request) -> bool:
-    """Return whether a request to an unknown route is a model call.
+    """Return whether a request to an unknown route looks like a model call.
 
     It may be a call to an API that no dialect serves, such as text completions, or a call with a wrong base URL.
     """

@@ -21,7 +21,10 @@ _SKIPPED = {".git", "__pycache__", "node_modules", ".venv"}
 
 
 def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dict[str, str]:
-    """Read a working folder as text. Files that differ from those in `initial_files` come first. Binary files are only listed."""
+    """Read a working folder as text. Files that differ from those in `initial_files` come first.
+
+    Binary and unreadable files are left out, and a note mentions them.
+    """
     clamp = truncator.clamp
     paths, unnamed, more = _find_files(folder)
     paths.sort(key=lambda file: (_is_unchanged(folder / file[0], initial_files / file[0]), file[0].count("/"), file[0]))

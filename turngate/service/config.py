@@ -48,7 +48,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     public_url: str = ""  # remote sandboxes: a public URL of the gateway
     tunnel: str = ""  # remote sandboxes: a command that opens a tunnel and prints its URL
     agent: str = ""  # the default agent; defaults to the first of `agents`, or mini-swe-agent
-    agents: list[str] = []  # the agents that callers may use: names or files; defaults to all presets except `shell`
+    agents: list[str] = []  # names or files of allowed agents; defaults to all presets and your own, except `shell`
     agent_options: dict[str, dict[str, str]] = {}  # options per agent
     running: Annotated[int, msgspec.Meta(ge=1)] = 8  # maximum concurrent rollouts
     queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # maximum waiting rollouts; further rollouts are rejected
@@ -80,7 +80,8 @@ def load_config(file: Path | None, overrides: dict[str, Any] | None = None) -> S
     """Load the settings from a TOML file. Values in `overrides` take precedence, unless they are None."""
     values = read_toml(file)
     values.update({name: value for name, value in (overrides or {}).items() if value is not None})
-    for key, entry in values.get("endpoints", {}).items():
+    endpoints = values.get("endpoints")
+    for key, entry in endpoints.items() if isinstance(endpoints, dict) else ():
         if isinstance(entry, dict) and (wrong := {"key", "api_key", "token"} & set(entry)):
             raise ConfigError(
                 f'endpoints."{key}".{wrong.pop()} is a secret and cannot be a setting; put the key in an environment '

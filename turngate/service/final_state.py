@@ -26,7 +26,7 @@ _TURNS_KEPT = "; the rollout's gateway has the turns recorded until then"
 
 
 def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str) -> RolloutState:
-    """Build the final state of a rollout whose work has ended. `failed_stage` is the stage that the work had reached."""
+    """Build the final state of a rollout whose work has ended. If the work failed, `failed_stage` is the stage that failed."""
     state = _mark_done(active.state, status="cancelled")
     if not work.cancelled() and (error := work.exception()) is not None:
         return _apply_error(active, state, error, failed_stage)

@@ -21,7 +21,7 @@ log = logging.getLogger("turngate")
 
 
 class RolloutHistory:
-    """Keeps the newest `config.keep` rollouts that have ended. Results that cannot be written stay in memory until they can be."""
+    """Keeps the newest `config.keep` rollouts that have ended. Results that cannot be written stay in memory until a later try succeeds."""
 
     def __init__(self, config: ServiceConfig, storage: ServiceStorage) -> None:
         self._config = config

@@ -13,7 +13,7 @@ class Truncator:
         self.notes: list[str] = []
 
     def cut_middle(self, field: str, text: str, limit: int) -> str:
-        """Keep `limit` characters from a text's beginning and end, and replace the middle with a marker. A limit of 0 means no limit."""
+        """Keep `limit` characters in total from a text's beginning and end, and replace the middle with a marker. 0 means no limit."""
         if not limit or len(text) <= limit:
             return text
         missing = len(text) - limit

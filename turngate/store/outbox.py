@@ -52,7 +52,7 @@ class ShippedSession(msgspec.Struct, frozen=True):
 
 
 class ShippingPosition(msgspec.Struct, frozen=True):
-    """The last state of the shared store that a cell has seen."""
+    """The history of the shared store that a cell saw last, and the last session that the cell shipped to it."""
 
     history: str | None  # name of its history (`restores.py`); None: the cell has not connected to it yet
     last: str | None  # id of the session that the cell shipped last, if the cell still has it
@@ -202,7 +202,7 @@ class OutboxTable:
     # ── after the shared store was restored from a backup ───────────────────────────────────────────────────────
 
     def read_position(self) -> ShippingPosition:
-        """Return the last state of the shared store that this cell has seen."""
+        """Return the history of the shared store that this cell saw last, and the last session that it shipped."""
         with self._reading() as db:
             found = dict(
                 db.execute("SELECT name, value FROM settings WHERE name IN (?,?)", (_LAST, _HISTORY)).fetchall()

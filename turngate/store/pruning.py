@@ -1,7 +1,7 @@
 """Remove old sessions from a store, optionally after writing them to an archive.
 
-Sessions are archived in files of limited size. Once a file is complete, its sessions are removed in short transactions, so that gateways
-and cells can keep writing. After a crash, the next run does not rewrite sessions that the archive already contains.
+Groups of sessions are archived in files of limited size. Once a file is complete, its sessions are removed in short transactions, so that
+gateways and cells can keep writing. After a crash, the next run does not rewrite sessions that the archive already contains.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.errors import StoreError
+from turngate.errors import ConfigError, StoreError
 from turngate.store.archived_session import ArchivedSession, read_session, tokenizer_settings, write_session
 from turngate.store.projects import DEFAULT_PROJECT
-from turngate.store.retention import OldSession
+from turngate.store.retention import OTHERS_KEPT, OldSession
 from turngate.store.score_cache import locate_store_cache, remove_orphans
 from turngate.store.session_archive import SessionArchive
 from turngate.store.store import Store
@@ -27,7 +27,7 @@ _REMOVED_SESSIONS = 10  # per transaction
 _REMOVED_NODES = 500  # per transaction, unless a single session has more
 _PAUSE_S = 0.002  # between transactions, so that waiting turns can be written
 _FILE_SESSIONS = 1000
-_FILE_BYTES = 256_000_000  # no session is added to a file that has reached this size
+_FILE_BYTES = 256_000_000  # no group is added to a file that has reached this size
 
 
 class PruneResult(msgspec.Struct):
@@ -50,14 +50,14 @@ def prune(
     """Remove the sessions that ended before the time `before` and are no longer needed.
 
     With `dry_run`, only count these sessions. With `archive`, a session is removed only once it is in the archive. A damaged session
-    cannot be archived, so it is kept. Cached teacher scores of removed sessions are removed too, and are not archived.
+    cannot be archived, so its group is kept. Cached teacher scores of removed sessions are removed too, and are not archived.
     """
     files = None if archive is None else SessionArchive(archive)
     with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:
         plan = reader.retention.plan(before)
         pruner = _Pruner(store, reader, PruneResult(kept=plan.kept), is_stopping)
         if dry_run:
-            pruner.result.removed = len(plan.removable)
+            pruner.result.removed = sum(map(len, plan.removable))
         elif files is None:
             pruner.remove(plan.removable)
         else:
@@ -81,50 +81,83 @@ class _Pruner:
         self.result = result
         self._is_stopping = is_stopping
 
-    def archive(self, sessions: Sequence[OldSession], archive: SessionArchive) -> None:
-        """Write sessions to the archive, one file at a time. After each file, remove its sessions from the store.
+    def archive(self, groups: Sequence[list[OldSession]], archive: SessionArchive) -> None:
+        """Write groups to the archive, one file at a time. After each file, remove its groups from the store.
 
         A session that the archive already contains is removed without being written again.
         """
-        known = archive.find_digests(session.id for session in sessions)
+        known = archive.find_digests(session.id for group in groups for session in group)
         settings = tokenizer_settings(self._store)
-        left = deque(sessions)
+        left = deque(groups)
         while left and not self._is_stopping():
-            archived: list[OldSession] = []
-            file = archive.write(self._read_sessions(left, archived, known), settings)
+            archived: list[list[OldSession]] = []
+            file = archive.write(self._read_groups(left, archived, known), settings)
             if file is not None:
                 self.result.files.append(file)
             self.remove(archived)
 
-    def _read_sessions(
-        self, left: deque[OldSession], archived: list[OldSession], known: set[bytes]
+    def _read_groups(
+        self, left: deque[list[OldSession]], archived: list[list[OldSession]], known: set[bytes]
     ) -> Iterator[ArchivedSession]:
-        """Move the sessions for one file from `left` to `archived`, and yield those that the archive does not contain yet."""
-        size = 0
-        while left and len(archived) < _FILE_SESSIONS and size < _FILE_BYTES and not self._is_stopping():
-            session = left.popleft()
+        """Move the groups for one file from `left` to `archived`, and yield their sessions that the archive does not contain yet."""
+        count = size = 0
+        while left and count < _FILE_SESSIONS and size < _FILE_BYTES and not self._is_stopping():
+            group = left.popleft()
+            sessions = self._read_group(group)
+            if not sessions:
+                continue
+            archived.append(group)
+            count += len(group)
+            for session in sessions:
+                if session.compute_digest() not in known:
+                    size += session.size
+                    self.result.archived += 1
+                    yield session
+
+    def _read_group(self, group: Sequence[OldSession]) -> list[ArchivedSession]:
+        """Read the sessions of a group. If one of them cannot be read, count the group as kept, and return an empty list."""
+        sessions: list[ArchivedSession] = []
+        reasons: Counter[str] = Counter()
+        for session in group:
             self._store.retention.renew_claim()
             try:
                 with self._reader.snapshot(), self._reader.database.reading() as db:
-                    found = read_session(db, session.key)
+                    sessions.append(read_session(db, session.key))
             except StoreError as error:
-                self.result.kept[f"it cannot be archived: {error.message}"] += 1
-                continue
-            archived.append(session)
-            if found.compute_digest() not in known:
-                size += found.size
-                self.result.archived += 1
-                yield found
+                reasons[f"session {session.id} cannot be archived: {error.message}"] += 1
+        if not reasons:
+            return sessions
+        self._keep(group, reasons)
+        return []
 
-    def remove(self, sessions: Sequence[OldSession]) -> None:
-        left = deque(sessions)
+    def remove(self, groups: Sequence[list[OldSession]]) -> None:
+        """Remove groups as a whole, even if the run is stopping. If a session is needed again or has changed, its group is kept.
+
+        Sessions are checked once more in the transaction that removes them. One that changes in that short time is kept without its group.
+        """
+        left = deque(groups)
         while left and not self._is_stopping():
-            self._store.retention.renew_claim()
-            chunk = self._take_chunk(left)
-            kept = self._store.retention.remove(chunk)
-            self.result.kept.update(kept)
-            self.result.removed += len(chunk) - kept.total()
-            time.sleep(_PAUSE_S)
+            sessions: deque[OldSession] = deque()
+            while left and len(sessions) < _REMOVED_SESSIONS:
+                self._store.retention.renew_claim()
+                group = left.popleft()
+                if reasons := self._reader.retention.find_reasons(group):
+                    self._keep(group, reasons)
+                else:
+                    sessions.extend(group)
+            while sessions:
+                self._store.retention.renew_claim()
+                chunk = self._take_chunk(sessions)
+                kept = self._store.retention.remove(chunk)
+                self.result.kept.update(kept)
+                self.result.removed += len(chunk) - kept.total()
+                time.sleep(_PAUSE_S)
+
+    def _keep(self, group: Sequence[OldSession], reasons: Counter[str]) -> None:
+        """Count the sessions of a group as kept. `reasons` is the number of sessions that must be kept, by reason."""
+        self.result.kept.update(reasons)
+        if others := len(group) - reasons.total():
+            self.result.kept[OTHERS_KEPT] += others
 
     def _take_chunk(self, left: deque[OldSession]) -> list[OldSession]:
         """Take the sessions for one transaction from `left`: at least one, and more as long as their total number of nodes stays small."""
@@ -144,9 +177,15 @@ def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> t
     """Add the sessions of an archive to a store, oldest file first: all of them, or those with the given ids.
 
     Return how many were added, and how many the store already had. If several files contain a session, it is read from the newest one.
+    Raise `ConfigError` and add nothing if the archive lacks one of the given ids.
     """
     files, added, had = SessionArchive(archive), 0, 0
     wanted, last = set(sessions), {name: file for file in files.files() for name in files.list_ids(file)}
+    if missing := [name for name in sessions if name not in last]:
+        raise ConfigError(
+            f"archive: {archive} has no session {' or '.join(missing)}, so nothing was loaded; pass the ids of archived sessions",
+            param="session",
+        )
     for file in files.files():
         settings = files.read_settings(file)
         store.set_settings({name: value for name, value in settings.items() if store.setting(name) is None})

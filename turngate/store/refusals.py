@@ -32,7 +32,7 @@ class Refusals:
 
         Return a summary of the refused calls that were not repeated successfully, or None if there are none.
 
-        Once there are `MAX_CALLS` such calls, a new call is dropped if one of them has the same conversation or an unknown one. Otherwise,
+        Once there are `MAX_CALLS` such calls, a new call is dropped if the conversation of one of them is the same or unknown. Otherwise,
         the new call is added without its conversation, so it can never be marked as repeated.
         """
         with self._writing() as db:

@@ -55,9 +55,9 @@ class OldSession(msgspec.Struct, frozen=True):
 
 
 class RetentionPlan(msgspec.Struct):
-    """The sessions to remove, oldest first, and the number of sessions to keep, by reason."""
+    """The sessions to remove, by group, oldest group first, and the number of sessions to keep, by reason."""
 
-    removable: list[OldSession] = []
+    removable: list[list[OldSession]] = []  # a session without a group has a list of its own
     kept: Counter[str] = msgspec.field(default_factory=Counter)
 
 
@@ -97,21 +97,23 @@ class Retention:
                 "data: the folder was written by an older version of Turngate; run `turngate serve` on it once to upgrade it",
                 param="data",
             )
-        plan, grouped, kept_groups = RetentionPlan(), list[tuple[OldSession, str]](), set[str]()
+        plan, groups, kept_groups = RetentionPlan(), dict[str | int, list[OldSession]](), set[str | int]()
         for page in self._read_pages():
             with self._reading() as db:
                 reasons = _find_reasons(db, [session.key for session, _ in page])
             for session, group in page:
                 reason = reasons.get(session.key) or _judge_age(session, before)
                 if not reason:
-                    grouped.append((session, group))
+                    groups.setdefault(group or session.key, []).append(session)
                     continue
                 plan.kept[reason] += 1
                 if group:
                     kept_groups.add(group)
-        plan.removable = [session for session, group in grouped if group not in kept_groups]
-        if kept := len(grouped) - len(plan.removable):
-            plan.kept[OTHERS_KEPT] += kept
+        for name, sessions in groups.items():
+            if name in kept_groups:
+                plan.kept[OTHERS_KEPT] += len(sessions)
+            else:
+                plan.removable.append(sessions)
         return plan
 
     def _read_pages(self) -> Iterator[list[tuple[OldSession, str]]]:
@@ -132,9 +134,16 @@ class Retention:
             query = f"SELECT session, count(*) FROM nodes WHERE session IN ({marks}) GROUP BY session"
             return dict(db.execute(query, keys).fetchall())
 
+    def find_reasons(self, sessions: Sequence[OldSession]) -> Counter[str]:
+        """Return how many sessions must be kept after all, by reason: those that are needed again or have changed since the plan."""
+        reasons: Counter[str] = Counter()
+        for start in range(0, len(sessions), _PAGE):
+            with self._reading() as db:
+                reasons.update(_find_new_reasons(db, sessions[start : start + _PAGE]).values())
+        return reasons
+
     def remove(self, sessions: Sequence[OldSession]) -> Counter[str]:
         """Remove sessions in one transaction. Keep those that are needed again or have changed, and return the number kept, by reason."""
-        kept: Counter[str] = Counter()
         keys = [session.key for session in sessions]
         marks = ",".join("?" * len(keys))
         with self._writing() as db:
@@ -144,21 +153,12 @@ class Retention:
             query = f"SELECT rollout FROM attempts WHERE session IN ({marks}) ORDER BY rollout, attempt {FOR_UPDATE}"
             db.execute(query, ids).fetchall()
             db.execute(LOCK_FEEDS).fetchall()
-            found = db.execute(f"{_FACTS} WHERE key IN ({marks})", keys).fetchall()
-            now = {row[0]: OldSession(*row[:-2]) for row in found}
-            reasons = _find_reasons(db, keys)
-            gone = []
-            for session in sessions:
-                reason = reasons.get(session.key) or ("" if now.get(session.key) == session else CHANGED)
-                if reason:
-                    kept[reason] += 1
-                else:
-                    gone.append(session)
-            if gone:
+            reasons = _find_new_reasons(db, sessions)
+            if gone := [session for session in sessions if session.key not in reasons]:
                 _release_attempts(db, [session.id for session in gone])
                 self.delete_rows(db, [session.key for session in gone])
                 insert_events(db, [new_event(session.id, "deleted", {"reason": "pruned"}) for session in gone])
-        return kept
+        return Counter(reasons.values())
 
     def delete_rows(self, db: StoreConnection, keys: Sequence[int]) -> None:
         """Delete sessions with all their rows and events, except their attempts, in the caller's transaction."""
@@ -179,6 +179,15 @@ def _judge_age(session: OldSession, before: float) -> str:
         return OPEN
     ended = max(session.closed or 0.0, session.recorded or 0.0)
     return "" if ended < before else TOO_NEW
+
+
+def _find_new_reasons(db: StoreConnection, sessions: Sequence[OldSession]) -> dict[int, str]:
+    """Return why sessions of a plan must be kept after all, by key: they are needed again, or they have changed since the plan."""
+    keys = [session.key for session in sessions]
+    found = db.execute(f"{_FACTS} WHERE key IN ({','.join('?' * len(keys))})", keys).fetchall()
+    now = {row[0]: OldSession(*row[:-2]) for row in found}
+    changed = {session.key: CHANGED for session in sessions if now.get(session.key) != session}
+    return changed | _find_reasons(db, keys)
 
 
 def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:

@@ -207,7 +207,9 @@ class SqliteDatabase:
         try:
             yield self._db if self._readers is None else self._readers.get()
         except sqlite3.Error as error:
-            raise StoreError(f"the store cannot be read ({error})") from error
+            raise StoreError(
+                f"cannot read the store ({error}); check the disk and the permissions of the data folder"
+            ) from error
 
     def newest_event(self) -> int:
         with self.reading() as db:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Literal
 
 import msgspec
@@ -71,7 +70,7 @@ class ToolCalls:
         with self._writing() as db:
             db.execute(
                 "UPDATE tool_calls SET reply=?, answered=?, answered_by=? WHERE session=? AND call=?",
-                (reply, time.time(), by, session, call.call),
+                (reply, clock.now(), by, session, call.call),
             )
             insert_event(db, new_event(name, "answered", {"call": call.call, "tool": call.tool, "by": by}))
 

@@ -233,7 +233,8 @@ FAMILIES = (
         name="turngate_mismatch_over_total",
         kind="counter",
         labels=("weights",),
-        about="Tokens whose log-probability, as reported by a trainer, differs from the engine's by more than mismatch_difference.",
+        about="Tokens whose log-probability, as reported by a trainer, differs from the engine's by more than the setting "
+        "mismatch_difference.",
     ),
     MetricFamily(
         name="turngate_mismatch_alarms_total",

@@ -223,7 +223,7 @@ class _Structure:
         )
 
     def _find_repeated(self, root: Context) -> Context | None:
-        """Return the root of the newest turn that this root repeats as a message, or None."""
+        """Return the root of the newest turn whose answer is among the messages of this root, or None."""
         meanings = root.info.meanings
         digests = {meanings[at : at + DIGEST_SIZE] for at in range(0, len(meanings), DIGEST_SIZE)}
         turns = [turn for other in self._own for turn in self._turns[other.id] if turn.info.meaning in digests]

@@ -44,7 +44,7 @@ class CallError(msgspec.Struct, frozen=True):
 class EngineSilence:
     """Measures how long calls have been waiting since the engine last sent data or an error.
 
-    The clock runs only while at least one call is in flight. Calls whose callers gave up are included.
+    The clock runs only while at least one call is in flight. The time that a call waited counts even if its caller gave up.
     """
 
     def __init__(self) -> None:

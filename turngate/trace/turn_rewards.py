@@ -120,7 +120,7 @@ def resolve_turn_rewards(
                 f"[{n}].turn", f"is {one.turn}, but this turn did not make call {one.call}; omit 'turn' or 'call'"
             )
         if one.end is not None and one.end > turn.tokens:
-            raise _invalid(f"[{n}].end", f"must be at most {turn.tokens}, the length of turn {turn.id}, not {one.end}")
+            raise _invalid(f"[{n}].end", f"must be at most {turn.tokens} (the length of turn {turn.id}), not {one.end}")
         resolved.append(msgspec.structs.replace(one, turn=turn.id))
     return tuple(resolved)
 
@@ -180,7 +180,7 @@ def reward_tool_calls(
 ) -> dict[TurnReward, TurnReward]:
     """Return the rewards for host-tool calls. Each key is a reward without `turn`, and its value is the same reward with `turn` set.
 
-    If it cannot be decided which turn made a call, `turn` is None in both.
+    If it cannot be decided which turn made a call, `turn` is None in the value, too.
     """
     values = {tool.name: tool.reward for tool in tools if tool.reward is not None}
     rewards = {}

@@ -70,7 +70,7 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
         return make_mask_mod(self.until)
 
     def block_mask(self) -> BlockMask:
-        """Return the mask for `flex_attention`, computed from `until` without a value for each pair of tokens."""
+        """Return the mask for `flex_attention`. It is computed from `until`, without storing a value for each pair of tokens."""
         from turngate.trainers.tree_attention import make_block_mask
 
         return make_block_mask(self.until)

@@ -144,7 +144,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions, folder: Path)
             trained_tokens=sum(trained.values()),
         ),
         findings=findings,
-        notes=tuple(results.notes),
+        notes=results.notes,
         unchecked=results.list_skipped(),
         forks=tuple(results.forks),
         differences=tuple(results.differences),

@@ -335,7 +335,7 @@ class _ForkDescriber:
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
 
     def _count_shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
-        """Return how many tokens before a fork a trainer reads twice: all of them if both branches have rows, and otherwise 0."""
+        """Return the number of tokens before a fork that a trainer reads twice: all of them if both branches have rows, otherwise 0."""
         through = [leaf for leaf in self._trained if node in path(leaf)]
         beside = [
             leaf

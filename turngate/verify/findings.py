@@ -1,4 +1,4 @@
-"""The verdict on a session: findings (at most 20 per check, and a count of the rest), notes, forks and differences.
+"""The verdict on a session: findings and notes (at most 20 per check, and a count of the rest), forks and differences.
 
 `CheckResults` collects them.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 Part = Literal["structure", "rows", "render", "replay", "transcript"]
-_MAX_FINDINGS = 20  # findings of one check that are listed individually
+_MAX_FINDINGS = 20  # findings, and notes, of one check that are listed individually
 
 
 class VerifyFinding(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ class CheckResults:
 
     def __init__(self) -> None:
         self._checks: list[tuple[VerifyCheck, str]] = []
-        self.notes: list[Note] = []
+        self._notes: dict[str, list[Note]] = {}  # by check
         self.forks: list[ForkReport] = []
         self.differences: list[TemplateDifference] = []
         self.replay: Replay | None = None
@@ -156,8 +156,16 @@ class CheckResults:
         yield check
 
     def note(self, check: str, what: str, node: int | None = None) -> None:
-        if sum(note.check == check for note in self.notes) < _MAX_FINDINGS:
-            self.notes.append(Note(check, what, node))
+        self._notes.setdefault(check, []).append(Note(check, what, node))
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        notes: list[Note] = []
+        for check, found in self._notes.items():
+            notes += found[:_MAX_FINDINGS]
+            if len(found) > _MAX_FINDINGS:
+                notes.append(Note(check, f"and {len(found) - _MAX_FINDINGS} more"))
+        return tuple(notes)
 
     def findings(self) -> tuple[VerifyFinding, ...]:
         findings: list[VerifyFinding] = []

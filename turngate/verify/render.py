@@ -35,7 +35,7 @@ class Renderers:
     """Loads the renderers that sessions were recorded with, each of them once."""
 
     def __init__(self, *, tokenizer: Path | None = None, family: str = "", given: Renderer | None = None) -> None:
-        """`tokenizer` and `family` replace the recorded ones. If `given` is set, it is the renderer of all sessions.
+        """Use `tokenizer` and `family`, if set, instead of the recorded ones. If `given` is set, use this renderer for all sessions.
 
         Raise `ConfigError` if `tokenizer` or `family` is invalid.
         """

@@ -85,7 +85,7 @@ def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str
     if np.isnan(scores).any():
         return "has a log-probability for each of its tokens"
     if (path_ids(turn) < 0).any():
-        return "has a path without negative ids"
+        return "has only non-negative ids on its path"
     if scorer.any_temperature or (not info.biases and read_temperature(info.sampling) == 1.0):
         return ""
     return f"was sampled without bias at temperature 1, which {scorer.name} requires"

@@ -183,7 +183,8 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             )
             hold(
                 _has_consistent_runs(turn),
-                "the policy versions of its tokens do not increase, or do not match its number of tokens or its first and last version",
+                "the policy versions that the engine reported per token do not increase, do not cover all its tokens, or do not "
+                "match its first and last version",
             )
             hold(
                 -1 <= info.cached <= turn.parent.length,
@@ -247,7 +248,7 @@ def _check_sampling(session: StoredSession, results: CheckResults) -> None:
 
 def _check_times(session: StoredSession, results: CheckResults) -> None:
     with results.check(
-        "structure", "times", "every turn was sampled while the session was open, and after the turns before it"
+        "structure", "times", "every turn was sampled while the session was open, and after the turn that it follows"
     ) as check:
         for turn in session.turns:
             started, ended = turn.info.started, turn.info.ended
@@ -299,7 +300,7 @@ def _check_preambles(session: StoredSession, messages: NodeMessages, results: Ch
                 pinned = session.config.template_kwargs.items()
                 check.expect(
                     all(kept.get(k) == v for k, v in pinned),
-                    "the session's template arguments are missing",
+                    "its stored template arguments do not contain those that the session sets",
                     node=context.id,
                 )
 

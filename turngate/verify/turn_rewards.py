@@ -71,7 +71,9 @@ def check_turn_rewards(session: StoredSession, results: CheckResults) -> None:
         return
     turns = {turn.id: turn for turn in session.turns}
     with results.check(
-        "structure", "turn rewards", "every turn reward belongs to a turn, and those of kind part add up to the reward"
+        "structure",
+        "turn rewards",
+        "every turn reward belongs to a turn, and those of kind 'part' add up to the reward",
     ) as check:
         if not check.expect(isinstance(rewards, list), f"they are {brief(rewards)}, not a list"):
             return
@@ -84,7 +86,7 @@ def check_turn_rewards(session: StoredSession, results: CheckResults) -> None:
             total = _add_up(parts)
             check.expect(
                 abs(total - reward) <= _TOLERANCE * max(1.0, abs(reward)),
-                f"rewards of kind part add up to {total:.9g}, but the rollout's reward is {reward:.9g}",
+                f"rewards of kind 'part' add up to {total:.9g}, but the rollout's reward is {reward:.9g}",
             )
 
 

@@ -7,7 +7,6 @@ import time
 
 from turngate.store.store import Store
 from turngate.types import Json
-from turngate.views.rollout_entry import RolloutRow
 from turngate.views.rollout_index import RolloutIndex
 
 MOST_MESSAGES = 50
@@ -26,12 +25,12 @@ def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[s
     Messages that differ only in numbers are counted together.
     """
     cursor, now = index.refresh(store), time.time()
-    by_class: dict[str, dict[str, list[RolloutRow]]] = {}
+    by_class: dict[str, dict[str, list[tuple[str, str]]]] = {}  # ids and messages, by class and message without numbers
     for entry in index.all(now):
         row, (kind, message) = entry.row, entry.failure
         if not kind or not row.group.startswith(prefix):
             continue
-        by_class.setdefault(kind, {}).setdefault(remove_numbers(message), []).append(row)
+        by_class.setdefault(kind, {}).setdefault(remove_numbers(message), []).append((row.id, message))
     classes = []
     for kind, messages in sorted(by_class.items(), key=lambda item: -sum(map(len, item[1].values()))):
         frequent = sorted(messages.values(), key=len, reverse=True)[:MOST_MESSAGES]
@@ -41,11 +40,11 @@ def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[s
                 "count": sum(map(len, messages.values())),
                 "messages": [
                     {
-                        "message": rows[-1].message or rows[-1].stop,
-                        "count": len(rows),
-                        "rollouts": [row.id for row in rows[: -EXAMPLES - 1 : -1]],
+                        "message": rollouts[-1][1],
+                        "count": len(rollouts),
+                        "rollouts": [name for name, _ in rollouts[: -EXAMPLES - 1 : -1]],
                     }
-                    for rows in frequent
+                    for rollouts in frequent
                 ],
             }
         )

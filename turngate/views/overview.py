@@ -129,8 +129,8 @@ class Overview(RolloutIndex):
     def group(self, store: Store, name: str, trains: Mapping[int, bool]) -> dict[str, Json]:
         """Describe a group and its rollouts, with the advantages that a trainer would compute.
 
-        `trains` says, by session key, whether a rollout has trainable tokens. A rollout that is not in `trains` is assumed to have some if
-        it has sampled tokens.
+        `trains` says, by session key, whether a rollout has trainable tokens. A rollout that is not in `trains` is assumed to have
+        trainable tokens if it has sampled tokens.
         """
         cursor, now = self.refresh(store), time.time()
         entries = sorted(

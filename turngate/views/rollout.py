@@ -213,7 +213,10 @@ class RolloutView:
         }
 
     def _find_forked_branch(self, node: Node) -> Node | None:
-        """Return a node on the earlier branch from which `node` forked, or None if there is no such branch."""
+        """Find the branch that `node` forked from. Return None if there is no such branch.
+
+        Return the earliest sibling of `node` or, for a new root, the end of the earlier conversation that shares the longest prefix.
+        """
         siblings: Sequence[Node]
         if node.parent is not None:
             siblings = node.parent.children

@@ -257,7 +257,7 @@ class SharedOverview:
         messages: dict[str, list[Json]] = {}
         for failure in failures:
             row = newest.get(failure.examples[0]) if failure.examples else None
-            message = failure.text if row is None else row.message or row.stop
+            message = failure.text if row is None else row.message or row.stop or failure.text
             messages.setdefault(failure.kind, []).append(
                 {"message": message, "count": failure.rollouts, "rollouts": failure.examples}
             )

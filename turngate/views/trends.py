@@ -243,7 +243,7 @@ def _improvement(rows: Sequence[RolloutRow]) -> dict[str, Json] | None:
 def choose_entropy_rollouts(index: RolloutIndex, store: Store, prefix: str) -> list[tuple[int, str, int]]:
     """Choose the rollouts whose traces are used to estimate the entropy. Return the version, id and session key of each.
 
-    The chosen rollouts are the oldest ended ones of each version that `choose_evenly` chooses.
+    `choose_evenly` chooses the versions. For each of them, the oldest ended rollouts are chosen.
     """
     index.refresh(store)
     now = time.time()

@@ -63,6 +63,7 @@ def record(store: Store) -> None:
     for at, name, stage in ((START - 2, "new", "sandbox"), (START - 1, "gone", "done")):
         store.events.add(event(name, "stage", at, stage="sandbox", rollout=name, group="g9", task="t1", agent="a"))
         store.events.add(event(name, "stage", START + 9, stage=stage, status="failed", message="no disk"))
+    store.events.add(event("lost", "stage", START - 3, stage="done", status="cancelled", rollout="lost", group="g9"))
     old = store.find("s0")
     assert old is not None
     store.delete_session(old.key, event("s0", "deleted", START + 900))

@@ -33,6 +33,7 @@ REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
     [
         ("exit 0", "wrote neither reward.txt"),
         ("kill -9 $$", "killed by signal 9 (exit code 137)"),
+        ("exit 255", "gave no reward (exit code 255)"),  # there is no signal 127
         ("sleep 60", "took longer than its limit of 2 s"),
         ("reward=much\n" + REWARD, "reward.txt must contain a finite number"),
         ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "not a regular file"),

@@ -221,6 +221,17 @@ def test_fate_of_a_bug(failing: tuple[str, ...], timed_out: bool, fate: str, fol
         assert search.judge(build_repair().bug, run) == "duplicate"
 
 
+def test_bug_in_a_function_with_enough_bugs_is_not_a_duplicate(folder: Path) -> None:
+    baseline = Baseline(passing=frozenset("abcde"), flaky=frozenset(), seconds=1.0)
+    search = BugSearch(load_package(str(folder)), baseline, RepairSettings(per_function=1), [])
+    fates = []
+    for failing in "aba":
+        cases = {test: "failed" if test == failing else "passed" for test in "abcde"}
+        run = {"cases": cases, "log": "", "exit_code": 1, "timed_out": False, "seconds": 1.0}
+        fates.append(search.judge(build_repair().bug, msgspec.convert(run, TestRun)))
+    assert fates == ["kept", "function has enough bugs", "duplicate"]
+
+
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

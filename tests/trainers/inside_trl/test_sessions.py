@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import queue
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.kit import calls, gateway, say
 from tests.speed import scaled
 from tests.trainers.inside_trl.kit import equals_row, in_thread
 from turngate.client import retry
-from turngate.client.gateway import GatewayUnreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.sandboxes.base import Sandbox, SandboxSpec
@@ -135,6 +136,35 @@ async def test_close_ends_session_and_missing_gateway_raises(
     monkeypatch.setattr(retry, "RESTART_S", 0.5)
     with pytest.raises(GatewayUnreachable):  # the gateway has stopped
         await in_thread(TurngateSessions(config(g.root, tmp_path)).create, row["prompt"])
+
+
+async def test_session_that_cannot_start_leaves_no_connection(
+    key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(MEND) as g:
+        key(g.app.admin_key)
+        broken = TurngateSessions(config(g.root, tmp_path, tunnel="exit 3"))
+        [row] = prompts(broken.config)
+        with pytest.raises(TurngateError, match="tunnel"):
+            await in_thread(broken.create, row["prompt"])
+        assert not loop_threads()
+
+        factory = TurngateSessions(config(g.root, tmp_path))
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="interrupted"):
+            patched.setattr(GatewayClient, "check", _interrupt)
+            await in_thread(factory.create, row["prompt"])
+        assert not loop_threads()
+        session = await in_thread(factory.create, row["prompt"])  # the next one starts
+        await in_thread(session.close)
+        assert not loop_threads()
+
+
+def loop_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "turngate-sessions"]
+
+
+async def _interrupt(gateway: GatewayClient) -> None:
+    raise RuntimeError("interrupted")
 
 
 async def test_infrastructure_fault_raises_and_has_no_trace(key: Any, tmp_path: Path) -> None:

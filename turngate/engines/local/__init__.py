@@ -5,8 +5,8 @@
     weights   load and save models as Hugging Face folders
     cache     keys and values of current and earlier calls: slots, shared prefixes
     sampler   scores → ids, with the log-probabilities of the sampled distribution
-    decode    one step for all slots on a CPU; graphs and kernels are for a GPU
-    worker    the sampling thread; outbox hands over its results
+    decode    one step for all slots on a CPU; `graphs` and `kernels` do the same on a GPU
+    worker    the sampling thread; `outbox` hands over its results
     engine    the engine interface: calls in, chunks out
     scoring   log-probabilities of given ids, for a teacher or a reference model
 

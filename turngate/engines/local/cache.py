@@ -1,4 +1,4 @@
-"""The cache: keys and values of current and earlier calls.
+"""The KV cache: the attention keys and values of current and earlier calls.
 
 A *slot* contains one sequence, which is kept after its call has ended. The conversation's next turn can then continue in the slot, and
 other calls can copy a common prefix from the slot instead of computing it. Calls with different cache salts, such as

@@ -114,7 +114,8 @@ class GraphDecoder(Decoder):
     def _record_graph(self, rows: int, draws: bool) -> torch.cuda.CUDAGraph:
         """Record a step as a graph. `draws` selects whether the step also samples.
 
-        A first run warms up libraries. The samples of that run are undone, and its cache entries stay valid.
+        First, the step is run once to warm up libraries. Then the state is restored, so that the first replay repeats the step. The
+        cache entries that the run has written stay valid.
         """
         if not draws and self._scores is None:
             size = (self.state.shape[1], self.model.shape.vocabulary)

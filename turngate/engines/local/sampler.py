@@ -49,7 +49,7 @@ def draw(
 
 
 def _pick_by_share(probabilities: Tensor, share: Tensor) -> Tensor:
-    """Return, for each row, the id at which the cumulative probability exceeds `share` of the row's total.
+    """Return, for each row, the first id at which the cumulative probability exceeds `share` of the row's total.
 
     This finds the block of ids first, and then the id in the block. A cumulative sum over the whole vocabulary would be the most expensive
     part of a step on a CPU.

@@ -174,7 +174,7 @@ class GeminiRelay(StreamingRelay):
 
 
 def _model(request: RelayRequest) -> str:
-    """Return the model's name, quoted so that the agent cannot use it to reach a different path."""
+    """Return the model's name, percent-encoded so that the agent cannot use it to reach a different path."""
     return quote((request.model or request.call.model).removeprefix("models/"), safe="")
 
 

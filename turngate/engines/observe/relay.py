@@ -153,7 +153,7 @@ class StreamingRelay:
             async for [data] in reply.whole():
                 reply.finished = True
                 return self._client.decode(msgspec.json.Decoder(shape).decode, data)
-        raise AssertionError("a document is one batch of one event")
+        raise AssertionError("`Reply.whole` always yields one batch with one event")
 
     async def _probe(self, path: str) -> list[Health]:
         """Return the endpoint's health: whether it responds at `path`."""

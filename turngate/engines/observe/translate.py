@@ -1,7 +1,7 @@
 """Translate a call for an endpoint of a different dialect. This module does no I/O.
 
 Each relay has one function that translates a request to its endpoint's format (`RelayBody`). A setting that the format cannot express is
-left out and reported as lost. If the answer would then not be what the agent asked for, the call is rejected instead.
+left out and reported as lost. If the answer would be wrong without it (for example, not JSON), the call is rejected instead.
 """
 
 from __future__ import annotations

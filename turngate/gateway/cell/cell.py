@@ -81,7 +81,10 @@ class Cell:
         engines: FollowedEngines | None,
         calls: SharedCalls | None,
     ) -> FenceFollower:
-        """Create this worker's follower of the shared fence, engines and calls. Until it starts, the fence admits no calls."""
+        """Create the follower that applies the shared fence, engine list and call counts to this worker.
+
+        Until the follower starts, the fence admits no calls.
+        """
         return FenceFollower(
             fence,
             barrier,

@@ -32,7 +32,7 @@ RunnerCommand = RunOrder | CancelOrder
 
 
 class RunnerReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The cell serves calls, and it can create sandboxes."""
+    """Reports that the cell serves calls and can create sandboxes."""
 
     version: str  # Turngate's version
     url: str  # URL of the cell's gateway
@@ -40,7 +40,7 @@ class RunnerReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RunnerFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The process cannot run orders and is ending."""
+    """Reports why the process cannot run orders. It is about to exit or has exited."""
 
     message: str
 

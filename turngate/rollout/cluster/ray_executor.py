@@ -31,7 +31,7 @@ from turngate.rollout.cluster.ray_nodes import CallFailed
 from turngate.rollout.executor import Attempt, AttemptResult, build_result, fail_attempt
 from turngate.rollout.lost_attempts import supersede_after_lease
 from turngate.rollout.order import RolloutOrder, encode_order
-from turngate.rollout.outcome import Fault, PhaseGate, ProgressCallback, RolloutProgress
+from turngate.rollout.outcome import Fault, Outcome, PhaseGate, ProgressCallback, RolloutProgress
 from turngate.rollout.results import is_unrecorded
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.projects import DEFAULT_PROJECT
@@ -169,6 +169,7 @@ class _RayAttempt:
                 result = await self._run_in(cell, archive)
             finally:
                 self._cluster.watch(self._order.session_id, None)
+            self._report_total(result.outcome)
             if _is_refusal(result):
                 self._cluster.rest(cell)
                 return msgspec.structs.replace(result, is_lost=True)
@@ -176,8 +177,16 @@ class _RayAttempt:
             return result
 
     def _follow(self, progress: OrderProgress) -> None:
-        self._progress.turns, self._progress.sampled_tokens = progress.turns, progress.sampled_tokens
+        self._report(progress.turns, progress.sampled_tokens)
+
+    def _report(self, turns: int, sampled_tokens: int) -> None:
+        self._progress.turns, self._progress.sampled_tokens = turns, sampled_tokens
         self._watch(self._progress)
+
+    def _report_total(self, outcome: Outcome) -> None:
+        """Report the tokens that were sampled after the last poll of the cell. The outcome of a lost attempt has no tokens."""
+        if outcome.sampled_tokens > self._progress.sampled_tokens:
+            self._report(outcome.turns, outcome.sampled_tokens)
 
     async def _run_in(self, cell: PlacedCell, archive: list[Any]) -> AttemptResult:
         try:

@@ -81,7 +81,7 @@ class ViewCache:
             folder = store.setting(f"tokenizer:{vocabulary}")
             try:
                 tokenizer = load_decoder(Path(folder)) if folder else None
-                why = "" if tokenizer is not None else "the session's tokenizer is not available here"
+                why = "" if tokenizer is not None else "this store does not record where the session's tokenizer is"
             except ConfigError as error:
                 tokenizer, why = None, f"the session's tokenizer cannot be read: {error.message}"
             if tokenizer is not None and tokenizer.digest != vocabulary:

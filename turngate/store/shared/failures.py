@@ -14,7 +14,7 @@ _BY_STATE = {
     "that pg_hba.conf allows the connection",
     "3D000": "{name} does not exist; create the database first, for example with `createdb`",
     "42501": "{name} refused access ({error}); grant the role the privileges that it needs in this database",
-    "53100": "{name} has no disk space left; free some on the database server",
+    "53100": "{name} has no disk space left; free up space on the database server",
     "53300": "{name} has no free connection; raise max_connections, or connect through PgBouncer",
     "55P03": "another process has held a lock in {name} for too long; try again",
     "57014": "{name} canceled a statement ({error}); try again, or raise statement_timeout on the server",

@@ -96,13 +96,13 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 class RolloutPages:
-    """Reads the lists. Other processes may be updating them at the same time."""
+    """Reads the lists of rollouts and groups. Other processes may be updating them at the same time."""
 
     def __init__(self, reading: Connect) -> None:
         self._reading = reading
 
     def state(self) -> tuple[ListState, int]:
-        """Return the state of the lists, and the number of the newest event."""
+        """Return how far the lists have been filled, and the number of the newest event in the store."""
         query = "SELECT rollout_list_state.newest, filled, event_counter.newest FROM rollout_list_state, event_counter"
         with self._reading() as db:
             listed, filled, newest = db.execute(query).fetchone()
@@ -167,9 +167,10 @@ class RolloutPages:
         return int(self._one("SELECT coalesce(max(attempt), 0) FROM rollout_list WHERE name=?", (name,))[0])
 
     def find_changed(self, after: int, last: int, limit: int) -> list[str]:
-        """Return the ids of at most `limit` + 1 sessions that have events numbered from `after` + 1 to `last`.
+        """Return the ids of the sessions that have events numbered from `after` + 1 to `last`.
 
-        Only the first 20,000 of these events are read.
+        At most `limit` + 1 ids are returned: the extra one shows that there are more than `limit`. Only the first 20,000 of these events
+        are read.
         """
         query = (
             "SELECT DISTINCT session FROM"

@@ -69,7 +69,8 @@ _MIGRATIONS = {
 def prepare(db: Connection, where: str, schema: str = "") -> None:
     """Create the tables, or migrate those of an older version. Only one process at a time does so; others wait.
 
-    `schema` is a project's schema. It has its own tables, except for `cells`, which is a view of the table in the main store.
+    `schema` is a project's schema. It has its own tables, except that `cells` is a view of the table in the main store, and that the tables
+    of the fence and the engines exist only in the main store.
     """
     with db.transaction():
         db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))

@@ -173,7 +173,7 @@ _control_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakVal
 
 
 async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnvironment) -> GraderResult:
-    """Run a grader on the untouched task, to compare with its run on the work. Cache its decision, but not a sandbox fault."""
+    """Run a grader on the untouched task, to compare with its run on the work. Cache the result or `Undecided`, but no other error."""
     files = await asyncio.to_thread(_fingerprint_files, task, grader)
     identity = repr((task, grader, files, environment.backend.name, environment.image, environment.resources))
     key = hashlib.sha256(identity.encode("utf-8", "backslashreplace")).hexdigest()

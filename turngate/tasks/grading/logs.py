@@ -55,15 +55,10 @@ def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
     return {test: _CASES[status] for test, status in statuses.items() if status in _CASES}
 
 
-def has_parser(name: str) -> bool:
-    """Return whether a parser exists. Raise `ConfigError` if the parser could only be in `swebench`, but `swebench` cannot be imported."""
-    if name in _OWN_PARSERS:
-        return True
-    kind, _, rest = name.partition(":")
-    if kind not in FOREIGN_KINDS or not rest:
-        return False
-    available = _list_swebench_parsers()
-    return rest in available.parsers or (kind == "swebench" and rest.lower() in available.repos)
+def require_parser(name: str) -> None:
+    """Raise `TaskError` if no such parser exists, or `ConfigError` if it could only be in `swebench`, but that cannot be imported."""
+    if name not in _OWN_PARSERS:
+        _find_foreign_parser(name)
 
 
 # ---- pytest ----

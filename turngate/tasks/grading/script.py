@@ -31,7 +31,8 @@ from turngate.tasks.task import Script, Task
 
 PROBE_FILES = ("run.sh", "inputs")  # the parts of tests/ that the probe's sandbox receives
 _MAX_REWARD_BYTES = 64_000  # largest reward file that is accepted
-_SIGNAL = 128  # exit codes above this mean a signal
+_SIGNAL = 128  # exit code 128 + n means signal n
+_MAX_SIGNAL = 64  # on Linux; larger exit codes are the script's own
 _MISSING, _SUSPICIOUS = 44, 45
 _FIXED_FOLDER = re.compile(rb"(?<![\w.}/-])/logs/verifier")  # not the end of another path
 _EXEC = 'exec "$@" 2>&1'  # one log for stdout and stderr
@@ -145,7 +146,7 @@ async def _decide(sandbox: Sandbox, grader: Script, done: ExecResult, logs: str)
     if done.timed_out:
         raise Undecided(f"the grader's script took longer than its limit of {grader.timeout_s:g} s")
     code = done.exit_code
-    if code > _SIGNAL:
+    if _SIGNAL < code <= _SIGNAL + _MAX_SIGNAL:
         raise Undecided(
             f"the grader's script was killed by signal {code - _SIGNAL} (exit code {code}) before it gave a reward"
         )

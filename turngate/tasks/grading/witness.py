@@ -372,7 +372,7 @@ def pytest_configure(config):
 
 
 def _runs_pytest():
-    """Return whether this process runs pytest, according to its command line. Other programs must not use the key."""
+    """Return whether this process's command line runs pytest. Other programs must not read the key, because reading deletes it."""
     with open("/proc/self/cmdline", "rb") as file:
         words = file.read().split(b"\0")[1:]
     names = (b"pytest", b"py.test")

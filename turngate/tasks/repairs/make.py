@@ -38,7 +38,7 @@ from turngate.types import Json
 
 Hint = Literal["tests", "file", "function"]
 Split = Literal["train", "held-out"]
-Fate = Literal["kept", "not caught by tests", "breaks most tests", "hangs", "duplicate"]
+Fate = Literal["kept", "not caught by tests", "breaks most tests", "hangs", "duplicate", "function has enough bugs"]
 
 MAX_MODULE = 60_000  # characters; larger files are too long for an agent
 TRIES_PER_TASK = 6
@@ -180,8 +180,10 @@ class BugSearch:
         if len(failing) > _MAX_FAILING * len(self._baseline.passing):
             return "breaks most tests"
         place = (bug.path, bug.mutation.function)
-        if (*place, failing) in self._seen or self._per_function[place] >= self._settings.per_function:
+        if (*place, failing) in self._seen:
             return "duplicate"
+        if self._per_function[place] >= self._settings.per_function:
+            return "function has enough bugs"
         self._seen.add((*place, failing))
         self._per_function[place] += 1
         return "kept"

@@ -24,7 +24,7 @@ _BATCH = 2_000_000  # tokens in a row group of a Parquet file
 
 
 class RecordLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout of a format's records.
+    """How the records of an export format are laid out in a file or a folder.
 
     `columns` maps the name of each column to its kind, such as `text` or `id[]`. It is empty if the records have no fixed columns.
     """

@@ -14,10 +14,10 @@ _ENOUGH = 16  # tokens to compare; this many do not match by chance
 
 
 def is_synthetic(rollout: RecordedRollout) -> bool:
-    """Return whether the first trained turn of a rollout has synthetic log-probabilities."""
+    """Return whether the first trained turn with tokens of a rollout has synthetic log-probabilities."""
     for row in rollout.rows:
         for span in row.spans:
-            if span.trained:
+            if span.trained and span.end > span.start:
                 end = min(span.end, span.start + _ENOUGH)
                 derived = derive_logprobs(row.ids[: span.start], row.ids[span.start : end].tolist())
                 return np.array_equal(row.logprobs[span.start : end], np.array(derived, np.float32))

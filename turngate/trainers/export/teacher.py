@@ -15,7 +15,7 @@ from turngate.trainers.export.base import ExportChoices
 from turngate.trainers.export.side_data import encode_column
 from turngate.trainers.export.source import Exclusions, RecordedRollout, RolloutSource
 from turngate.trainers.teacher.scoring import TEACHER_COLUMNS, Teacher, TeacherSummary
-from turngate.types import Json
+from turngate.types import SAMPLING_MASK, Json
 
 Watch = Callable[[TeacherSummary], None]
 
@@ -29,13 +29,14 @@ class ScoredRow(NamedTuple):
 def open_scores(data: Path | str, choices: ExportChoices, watch: Watch) -> Iterator[Teacher | None]:
     """Have the teacher score all rows that the export selects, then yield the teacher. Yield None if the export has no teacher.
 
-    Scores that are cached are not computed again. Raise an error if the teacher fails or scores none of the rows.
+    Scores that are cached are not computed again. Raise an error if the teacher fails, or if no row has scores at the end of the block.
     """
     if choices.teacher is None:
         yield None
         return
     cache = choices.teacher_cache or locate_cache(data)
     with RolloutSource(data, choices.wanted, Exclusions()) as source:
+        source.masks = SAMPLING_MASK in choices.side
         if choices.teacher_cache is None:  # a file that the user chose may belong to several stores
             remove_orphans(source.store, cache)
         with Teacher(choices.teacher, cache, watch=watch) as teacher:
@@ -61,7 +62,7 @@ def _require_scores(summary: TeacherSummary) -> None:
 
 
 class _PolicyTokenizers:
-    """Finds the tokenizer that has a vocabulary: the one that the user passed, or else the one whose folder the store recorded."""
+    """Finds the tokenizer of a vocabulary: the one that the user passed, or else the one whose folder the store recorded."""
 
     def __init__(self, source: RolloutSource, given: str) -> None:
         self._source = source

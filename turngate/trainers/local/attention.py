@@ -45,7 +45,7 @@ def attend_flexibly(until: Tensor) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         output = attention(q, k, v, block_mask=mask, enable_gqa=True)
-        assert isinstance(output, Tensor), "flex_attention returns more only if it is asked to"
+        assert isinstance(output, Tensor), "flex_attention returns a tuple only if auxiliary outputs are requested"
         return output.transpose(1, 2)
 
     return attend

@@ -8,6 +8,7 @@ last delivery that its weights were trained on, so a resumed trainer continues w
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,12 +77,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 def find_newest(folder: Path) -> Checkpoint | None:
     """Return the newest checkpoint in a folder, or None if there is none. Raise `ConfigError` if the checkpoint cannot be read."""
-    checkpoints = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    if not checkpoints:
+    newest = max(_list_checkpoints(folder), key=_read_step, default=None)
+    if newest is None:
         return None
-    file = checkpoints[-1] / _STATE
+    file = newest / _STATE
     try:
-        return Checkpoint(checkpoints[-1], msgspec.json.decode(file.read_bytes(), type=TrainerState))
+        return Checkpoint(newest, msgspec.json.decode(file.read_bytes(), type=TrainerState))
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"checkpoint: {file} cannot be read ({error}); restore the file from a backup, or choose another --out folder",
@@ -110,10 +111,19 @@ def write_checkpoint(
         shutil.rmtree(place)
     new.rename(place)
     _fsync(folder)
-    for older in folder.glob("step-*"):
+    for older in _list_checkpoints(folder):
         if older != place:
             shutil.rmtree(older)
     return Checkpoint(place, state)
+
+
+def _list_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in a folder. Other names, such as `step-00012.bak`, belong to the user."""
+    return [path for path in folder.glob("step-*") if re.fullmatch("step-[0-9]+", path.name)]
+
+
+def _read_step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _fsync(path: Path) -> None:

@@ -6,8 +6,8 @@ For each trained token, with the ratio r = exp(log-probability now − log-proba
 
 Each of a rollout's K rows has weight 1/K, so splitting a rollout into rows does not increase its weight. There are two ways to normalize:
 
-    token      loss = − Σ weight·gain / Σ weight              over all trained tokens of the update: long rollouts have more weight
-    sequence   loss = − Σ weight·mean of a row's gains / Σ weight       over all rows: all rollouts have the same weight
+    token      loss = − Σ weight·gain / Σ weight                      over all trained tokens of the update: long rollouts have more weight
+    sequence   loss = − Σ weight·(mean gain of the row) / Σ weight    over all rows of the update: all rollouts have the same weight
 
 Only clipping limits the distance from the sampling policy. The feed limits the age of rows.
 """

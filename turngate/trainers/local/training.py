@@ -55,9 +55,9 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
     every: int = 1  # steps between checkpoints
 
     def __post_init__(self) -> None:
-        for name in ("steps", "every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name!r} must be at least 1, not {getattr(self, name)}", param=name)
+        for name in ("steps", "every", "ahead"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name!r} must be at least 1, not {value}", param=name)
         if self.batch.n == 1 and self.feed_config().advantage != "none":
             raise ConfigError("n must be at least 2, because advantages compare the rollouts of a group", param="n")
         if self.settings.advantages == "turn" and not self.feed_config().credit:

@@ -13,6 +13,7 @@ after the last committed delivery, or after the position in your own checkpoint 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -34,30 +35,37 @@ class FeedActor:
         self._url, self._key = url, admin_key
         self._name, self._config, self._after, self._mark = name, config, after, mark
         self._feed: Feed | None = None
-        self._lock = asyncio.Lock()  # a feed is read by one task at a time
+        self._opening = asyncio.Lock()
+        self._reading = asyncio.Lock()  # a feed is read by one task at a time
 
     async def open(self) -> str:
         """Open the feed and become its reader. Return the feed's mark, which identifies it in checkpoints."""
-        async with self._lock:
-            if self._feed is None:
-                gateway = await GatewayClient(self._url, self._key).__aenter__()
-                self._feed = await Feed.open(gateway, self._name, self._config, after=self._after, mark=self._mark)
-            return self._feed.mark
+        return (await self._open_once()).mark
 
     async def next(self, timeout_s: float) -> Delivery | None:
         """Return the next group, or None if none arrives within `timeout_s`."""
         feed = await self._open_once()
-        async with self._lock:
-            return await feed.next(timeout_s)
+        end = time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._reading.acquire()
+        except TimeoutError:
+            return None
+        try:
+            return await feed.next(max(0.0, end - time.monotonic()))
+        finally:
+            self._reading.release()
 
     async def commit(self, number: int) -> None:
         feed = await self._open_once()
         await feed.commit(number)
 
     async def _open_once(self) -> Feed:
-        await self.open()
-        assert self._feed is not None
-        return self._feed
+        async with self._opening:
+            if self._feed is None:
+                gateway = await GatewayClient(self._url, self._key).__aenter__()
+                self._feed = await Feed.open(gateway, self._name, self._config, after=self._after, mark=self._mark)
+            return self._feed
 
 
 class GroupIterator:

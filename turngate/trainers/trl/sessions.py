@@ -14,6 +14,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self._open = 0
         self._gateway: GatewayClient | None = None
         self._connector: GatewayConnector | None = None
+        self._connection = AsyncExitStack()  # closes the gateway client and the connector
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> TurngateSession:
         """Start a rollout. `task` is the prompt of a row from `prompts`, or only the prompt's text. `seed` is TRL's group number.
@@ -173,19 +175,19 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         spec = self._build_spec(known, group, episode_id or "")
         with self._lock:
             if not self._open:
-                self._thread.start()
-                self._thread.run(self._connect())
+                self._start()
             self._open += 1
             gateway, connector = self._gateway, self._connector
         assert gateway is not None
         assert connector is not None
         try:
             self._thread.run(retry_while_unreachable(gateway.check))
-        except TurngateError:
+            rollout = Rollout(spec, gateway, connector)
+            running = self._thread.run(_start_rollout(rollout))
+        except BaseException:
             self._release()
             raise
-        rollout = Rollout(spec, gateway, connector)
-        return TurngateSession(known, rollout, self._thread.run(_start_rollout(rollout)), self)
+        return TurngateSession(known, rollout, running, self)
 
     def trace(self, session: str) -> DecodedTrace:
         gateway = self._gateway
@@ -204,12 +206,22 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self._thread.run(_cancel_rollout(running))
         self._release()
 
+    def _start(self) -> None:
+        self._thread.start()
+        try:
+            self._thread.run(self._connect())
+        except BaseException:
+            self._thread.stop()
+            raise
+
     def _release(self) -> None:
         with self._lock:
             self._open -= 1
             if not self._open:
-                self._thread.run(self._disconnect())
-                self._thread.stop()
+                try:
+                    self._thread.run(self._connection.aclose())
+                finally:
+                    self._thread.stop()
 
     def _find_task(self, task: Any) -> Task:
         instruction = task if isinstance(task, str) else task[-1]["content"]
@@ -243,16 +255,12 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         )
 
     async def _connect(self) -> None:
-        self._gateway = await GatewayClient(self.config.gateway, self._key).__aenter__()
-        self._connector = await GatewayConnector(
-            self._gateway.url, self.config.public_url, self.config.tunnel
-        ).__aenter__()
-
-    async def _disconnect(self) -> None:
-        assert self._gateway is not None
-        assert self._connector is not None
-        await self._connector.__aexit__(None, None, None)
-        await self._gateway.__aexit__(None, None, None)
+        async with AsyncExitStack() as stack:
+            self._gateway = await stack.enter_async_context(GatewayClient(self.config.gateway, self._key))
+            self._connector = await stack.enter_async_context(
+                GatewayConnector(self._gateway.url, self.config.public_url, self.config.tunnel)
+            )
+            self._connection = stack.pop_all()
 
 
 async def _start_rollout(rollout: Rollout) -> asyncio.Task[Outcome]:

@@ -20,7 +20,7 @@ class RowConsumer(Protocol):
 
     @property
     def consumed(self) -> int:
-        """The number of the last delivery up to which the trainer has taken every row."""
+        """The highest delivery number up to which the trainer has taken all rows."""
 
     def row_taken(self) -> Awaitable[None]:
         """Wait until the trainer takes a row. This may return early, so check `consumed` again."""

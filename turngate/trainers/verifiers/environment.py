@@ -136,7 +136,7 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     on_refused: Literal["exclude", "train"] = "exclude"
     """What to do with a rollout in which one of the agent's model calls was refused."""
     sampling: Literal["neutral", "agent"] = "neutral"
-    """`neutral`: temperature 1, unless the run or the agent's file sets one. `agent`: the agent's own values, for evaluations."""
+    """`neutral`: temperature 1, unless the run or the agent's file sets another. `agent`: as the agent requests, for evaluations."""
     out: Path = Path("turngate-rollouts")
     """Folder for the agents' files."""
     keep_work: bool = False
