@@ -75,7 +75,7 @@ def test_several_dialects_are_any() -> None:
 def test_temperature_and_session_header_are_noted() -> None:
     call = model_call(sampling={"temperature": 0}, headers=("accept", "x-session-id"))
     text = write_description("mine", ["mine"], {}, watched(call))
-    assert "\n# The agent asks for temperature 0, " in text
+    assert "\n# The agent asks for temperature 0. " in text
     assert 'thread = ["header:x-session-id"]' in text
 
 
