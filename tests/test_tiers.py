@@ -128,6 +128,16 @@ def test_process_without_mark_or_hanging_test_fails(failed: subprocess.Completed
     assert lines and all(FAILURES[name] in line for line in lines), failed.stdout
 
 
+def test_tier_installs_the_parts_of_its_tests(tmp_path: Path) -> None:
+    done = run_pytest(
+        tmp_path, "@pytest.mark.needs('coder')\n@pytest.mark.real\ndef test_planted(): pass", "--complete"
+    )
+    assert done.returncode
+    assert (
+        "make test-real does not install the parts that these tests need: test_planted.py::test_planted" in done.stderr
+    )
+
+
 def test_missing_part_skips_locally_and_fails_in_ci(tmp_path: Path) -> None:
     source = "@pytest.mark.needs('tokenizers')\ndef test_planted(): pass"
     skipped = run_pytest(tmp_path, source, TURNGATE_CACHE=str(tmp_path / "empty"))

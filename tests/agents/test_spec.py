@@ -96,6 +96,9 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
             "install.also[0] must be pinned as name==version, not 'y'",
         ),
         ('[install]\nversion = "1"', "install.version, install.program and install.prepare need a package"),
+        ("[install]\ndeps = false", "install.also, install.python and install.deps apply only to pip packages; remove"),
+        ('[install]\npython = "3.11"', "install.also, install.python and install.deps apply only to pip packages"),
+        ('[install]\nalso = ["y==1"]', "install.also, install.python and install.deps apply only to pip packages"),
         (
             '[install]\nnpm = "x"\nversion = "1.0"\nprogram = "x"\nprepare = ["{program}", "{home}"]',
             "install.prepare[1]: only {install}, {program} and {node} can be used here",

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import turngate as tg
-from tests.api.kit import make_result, make_turn
+from tests.api.kit import make_result, make_row, make_turn
 from turngate.api import display
 from turngate.errors import BadRequest
 from turngate.service.result import ErrorInfo
@@ -154,6 +154,21 @@ def test_large_result_is_truncated() -> None:
     hostile = Page(display.render_html(make_result(turns=many), turns=[7], tokens=False, full=True)).text
     assert "turn 7 ·" in hostile and "turn 8 ·" not in hostile and long in hostile
     assert "4,800 more not shown" in Page(tg.Results([make_result()] * 5_000)._repr_html_()).text
+
+
+def test_page_counts_rows_that_it_does_not_show() -> None:
+    assert "1,300 more not shown" in Page(make_result(rows=(make_row(),) * 1_500)._repr_html_()).text
+    assert "not shown" not in Page(make_result(rows=(make_row(),) * 200)._repr_html_()).text
+
+
+def test_terminal_output_counts_what_it_does_not_show(capsys: pytest.CaptureFixture[str]) -> None:
+    tg.Results([make_result()] * 5_000).show()
+    assert "4,800 more not shown" in capsys.readouterr().out
+    long = make_result(turns=(make_turn(1, tokens=5_500),))
+    long.show()
+    assert "tokens not shown: 1,500; use result.show(turns=[1], full=True)" in capsys.readouterr().out
+    long.show(full=True)
+    assert "not shown" not in capsys.readouterr().out
 
 
 def test_missing_turn_is_named() -> None:

@@ -153,7 +153,7 @@ async def test_refused_group_close_stops_batch(monkeypatch: pytest.MonkeyPatch) 
         feed = await Feed.open(harness.client, "train", FeedConfig(n=2))
         Failing(monkeypatch, harness.gateway.app.feeds, "close_group", 1, BadRequest("no such thing"))
         result = await run_plan(harness)
-        assert result.stopped == (f"the gateway refused to close group {result.batch}.well-0: gateway: no such thing")
+        assert result.stopped == f"closing group {result.batch}.well-0 failed: gateway: no such thing"
         assert await feed.next(0.1) is None
         assert (await run_plan(harness)).stopped == "", "closing the group must be retried"
         assert await feed.next(scaled(10)) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from turngate.cli.prune import parse_age
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 from turngate.gateway import retention
+from turngate.store.pruning import PruneResult, prune
 from turngate.store.store import Store
 
 
@@ -49,7 +51,9 @@ async def test_pruned_sessions_can_be_verified_and_exported_from_the_archive(tmp
     again = json.loads(run_cli(*prune, "0m", "--json").stdout)
     assert again == {
         "dry_run": False,
-        "projects": {"default": {"removed": 0, "archived": 0, "files": [], "kept": {"the session is open": 1}}},
+        "projects": {
+            "default": {"removed": 0, "archived": 0, "files": [], "kept": {"the session is open": 1}, "damaged": []}
+        },
     }
     assert run_cli("show", first, "--data", data).exit_code == 2
     loaded = run_cli("load-archive", archive, "--data", old, "--session", first)
@@ -103,20 +107,53 @@ def test_invalid_option_is_named(
     assert message.startswith(line) and "pw" not in message.replace("password", "")
 
 
+async def record_long_ago(data: Path, *changes: str) -> list[str]:
+    """Record two old sessions and an open one, make further changes to the store, and return the ids of the sessions."""
+    sessions = await record(data)
+    store = Store(data)
+    with store.database.writing() as db:
+        db.execute("UPDATE sessions SET closed=closed-90000")
+        db.execute("UPDATE outcomes SET recorded=recorded-90000")
+        for change in changes:
+            db.execute(change)
+    store.close()
+    return sessions
+
+
 async def test_session_days_removes_old_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="session_days must be 0"):
         ServeConfig(session_days=-1).check()
     with pytest.raises(ConfigError, match="'archive' has no effect without session_days"):
         ServeConfig(archive="x").check()
     monkeypatch.setattr(retention, "_FIRST_S", 0.01)
-    *old, opened = await record(tmp_path / "data")
-    store = Store(tmp_path / "data")
-    with store.database.writing() as db:
-        db.execute("UPDATE sessions SET closed=closed-90000")
-        db.execute("UPDATE outcomes SET recorded=recorded-90000")
-    store.close()
+    *old, opened = await record_long_ago(tmp_path / "data")
     settings = {"session_days": 1, "archive": str(tmp_path / "archive")}
     async with gateway([say("Hi.")], data=tmp_path / "data", **settings) as g:
         await until(lambda: g.app.store.ids(10) == [opened])
         deleted = [event.session for event in g.app.events.page() if event.kind == "deleted"]
         assert deleted == old and len(list((tmp_path / "archive").iterdir())) == 1
+
+
+async def test_session_days_reports_each_damaged_session_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retention, "_FIRST_S", 0.01)
+    monkeypatch.setattr(retention, "_INTERVAL_S", 0.01)
+    results: list[PruneResult] = []
+
+    def prune_and_count(*arguments: Any, **options: Any) -> PruneResult:
+        results.append(prune(*arguments, **options))
+        return results[-1]
+
+    monkeypatch.setattr(retention, "prune", prune_and_count)
+    damage = "UPDATE nodes SET checksum=1 WHERE session=(SELECT min(key) FROM sessions) AND id=1"
+    first, *others = await record_long_ago(tmp_path / "data", damage)
+    settings = {"session_days": 1, "archive": str(tmp_path / "archive")}
+    async with gateway([say("Hi.")], data=tmp_path / "data", **settings) as g:
+        await until(lambda: len(results) >= 3)
+        assert sorted(g.app.store.ids(10)) == sorted([first, *others])
+    reports = [record.getMessage() for record in caplog.records if first in record.getMessage()]
+    assert reports == [
+        f"not removing a session and its group: session {first} cannot be archived: node 1 is damaged on disk "
+        "(see docs/retention.md)"
+    ]

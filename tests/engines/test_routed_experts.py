@@ -144,6 +144,8 @@ async def test_many_experts_need_16_bits() -> None:
         (to_npy(make_experts(4)), None, r"\(3x2 per token\) for the wrong number of tokens: 4 instead of 5"),
         (to_npy(make_experts(6)), None, r"\(3x2 per token\) for the wrong number of tokens: 6 instead of 5"),
         (to_npy(make_experts(5)), (48, 8), "of shape 3x2, but the setting routed_experts is 48x8"),
+        (to_npy(np.zeros((5, 3, 0), "int32")), None, r"sent empty routed experts \(of shape 3x0 per token\)"),
+        (to_npy(np.zeros((5, 0, 2), "uint8")), None, r"sent empty routed experts \(of shape 0x2 per token\)"),
         (to_npy(make_experts(5)[:, 0]), None, "three-dimensional integer array in C order, not uint8"),
         (to_npy(make_experts(5, dtype="float32")), None, "integer array in C order, not float32"),
         (to_npy(make_experts(5))[:120], None, "cannot be read"),

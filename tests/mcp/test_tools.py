@@ -170,5 +170,9 @@ async def test_server_info_and_tool_schemas(request: pytest.FixtureRequest, tran
         "start_rollout",
         "abort_rollout",
     ]
+    start, run, run_swe = (
+        set(tools[name].input_schema["properties"]) for name in ("start_rollout", "run_rollout", "run_swe_rollout")
+    )
+    assert run | run_swe == start | {"logprobs"} and "except logprobs" in (tools["start_rollout"].description or "")
     turn = tools["run_rollout"].output_schema["properties"]["turns"]["items"]  # type: ignore[index]
     assert {"finish_reason", "logprobs", "version_start"} <= set(turn["properties"])

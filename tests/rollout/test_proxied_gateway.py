@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,8 @@ from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
+from turngate.rollout.group_closer import GroupCloser
+from turngate.rollout.ledger import FinishedRollout
 
 pytestmark = pytest.mark.process
 
@@ -70,6 +73,18 @@ async def test_proxy_error_is_unreachable_but_other_reply_is_config_error() -> N
             proxy.own_statuses = [status]
             with pytest.raises(ConfigError, match="is not a turngate gateway"):
                 await client.check()
+
+
+async def test_reply_that_is_not_from_a_gateway_is_not_a_refusal_to_close_a_group() -> None:
+    async with open_proxy() as proxy, GatewayClient(proxy.url, "x") as client:
+        proxy.own_statuses = [200]
+        problems: list[str] = []
+        closer = GroupCloser(client, 1, problems.append)
+        closer.add(FinishedRollout(rollout="b.t.0", task="t", index=0, kind="graded", session="s", at=0.0))
+        running = asyncio.create_task(closer.run())
+        assert await closer.flush(scaled(10))
+        running.cancel()
+    assert problems == [f"closing group b.t failed: gateway: {proxy.url} is not a turngate gateway; check the address"]
 
 
 async def test_feed_retries_until_gateway_is_back_behind_proxy() -> None:

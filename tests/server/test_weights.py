@@ -406,6 +406,24 @@ async def test_invalid_weights_affect_one_replica() -> None:
         assert len(fakes[0].salts) == 0
 
 
+async def test_replica_that_cannot_be_repaired_does_not_affect_the_others() -> None:
+    async with serve_gateway(3) as (g, fakes):
+        await load(g, version=1, path="/m/1")
+        for fake in fakes[:2]:  # these restart
+            fake.weights, fake.weight_version = "base", "default"
+        fakes[0].failing_paths.add("/collective_rpc")
+        status, message = await load_error(g, version=1, path="/m/1")
+        assert status == 502
+        assert message == (
+            "version 1 remains active, but could not be loaded again into every engine. "
+            f"{fakes[0].url}: vllm: no /collective_rpc today (has no usable weights); "
+            f"{fakes[1].url}: has version 1; {fakes[2].url}: has version 1"
+        )
+        assert [fake.weights for fake in fakes] == ["base", "/m/1", "/m/1"]
+        [_, failed] = await events(g, "weights")
+        assert failed["failed"] and [replica["has"] for replica in failed["replicas"]] == [None, 1, 1]
+
+
 async def test_kept_call_is_aborted_when_load_fails() -> None:
     async with serve_gateway() as (g, [fake]):
         session = await g.open()

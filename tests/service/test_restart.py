@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ import pytest
 from tests.kit import say
 from tests.service.kit import KEY, config, open_sessions, run_service
 from tests.speed import scaled
-from turngate.errors import DataFolderInUse, StoreError
+from turngate.errors import ConfigError, DataFolderInUse, StoreError
 from turngate.service import final_state
 from turngate.service.result import RolloutEvent, RolloutState
 from turngate.service.rollouts import Rollouts
 from turngate.service.storage import ServiceStorage
+from turngate.store.lock import lock_folder
 from turngate.types import Json
 
 pytestmark = pytest.mark.process
@@ -114,6 +116,15 @@ def test_deletion_is_atomic(tmp_path: Path) -> None:
     storage.delete_rows(["a"])
     assert [state.rollout_id for state, _ in storage.read_states()] == ["b"] and storage.read_events("a", 0, 9) == []
     storage.close()
+
+
+def test_folder_with_another_schema_version_is_not_left_open(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "service.db")) as db:
+        db.execute("PRAGMA user_version = 7")
+    with pytest.raises(ConfigError, match="has schema version 7") as raised:  # it refers to the storage
+        ServiceStorage(tmp_path)
+    lock_folder(tmp_path).close()
+    assert not list(tmp_path.glob("service.db-*")), f"the database is still open after {raised.value!r}"
 
 
 def test_lost_rollout_without_session_has_no_turns_at_gateway() -> None:

@@ -343,7 +343,20 @@ def test_damaged_sessions_are_not_archived_and_stay(store: Store, tmp_path: Path
         db.execute("UPDATE nodes SET checksum=1 WHERE session=?", (key,))
     done = prune(store, LATER, tmp_path)
     assert done.kept == {"session a cannot be archived: node 1 is damaged on disk": 1} and not done.files
+    assert done.damaged == list(done.kept)
     assert prune(store, LATER).removed == 1
+
+
+def test_session_with_a_damaged_record_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path / "data")  # PostgreSQL does not store text in a column of numbers
+    finish_rollout(store, "a", "g")
+    key = finish_rollout(store, "b", "g")
+    with store.database.writing() as db:
+        db.execute("UPDATE sessions SET closed='text' WHERE key=?", (key,))
+    done = prune(store, LATER)
+    assert done.kept == {"session b: its session record is damaged on disk": 1, retention.OTHERS_KEPT: 1}
+    assert done.damaged == ["session b: its session record is damaged on disk"] and ids(store) == ["a", "b"]
+    store.close()
 
 
 def test_groups_are_archived_as_a_whole(store: Store, tmp_path: Path) -> None:

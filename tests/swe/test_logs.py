@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.speed import scaled
-from turngate.errors import TaskError
+from turngate.errors import ConfigError, TaskError
 from turngate.tasks.grading import logs
 from turngate.tasks.grading.result import Undecided
 from turngate.tasks.grading.types import CaseOutcome
@@ -185,6 +185,15 @@ def test_slow_foreign_parser_times_out_undecided(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(logs, "FOREIGN_TIMEOUT_S", 1.0)
     with pytest.raises(Undecided, match="took longer than 1 s"):
         logs.parse_log("swebench:django/django", "test_x ... Testing against Django installed in /\n" * 60_000)
+
+
+def test_slow_import_of_swebench_is_not_a_fault_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "swebench.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(logs, "FOREIGN_TIMEOUT_S", 0.001)
+    logs._list_swebench_parsers.cache_clear()
+    with pytest.raises(ConfigError, match=r"^log_parser: importing swebench took longer than 0\.001 s; try again"):
+        logs.require_parser("swebench:django/django")
 
 
 @pytest.mark.sample(2)

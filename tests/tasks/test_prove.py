@@ -17,6 +17,7 @@ from tests.tasks.test_swe import Repo, row
 from turngate.cli.main import app
 from turngate.sandboxes.local import LocalBackend
 from turngate.tasks import Task, read_tasks
+from turngate.tasks.grading import logs
 from turngate.tasks.grading.types import GradingEnvironment
 from turngate.tasks.loaders import swe
 from turngate.tasks.proof import prove_task
@@ -158,6 +159,21 @@ def test_task_with_unknown_log_parser_is_not_tried(tmp_path: Path) -> None:
     [line] = json.loads(done.stdout)
     assert (done.exit_code, line["verdict"], line["seconds"]) == (1, "wrong", 0.0), line
     assert line["message"].startswith("unknown log_parser 'nose'; use one of: pytest, ")
+
+
+def test_task_with_log_parser_that_cannot_be_looked_up_is_not_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "swebench.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(logs, "FOREIGN_TIMEOUT_S", 0.001)
+    logs._list_swebench_parsers.cache_clear()
+    swe_row = row(install_config={"test_cmd": "pytest", "log_parser": "parse_log_of_slow_import"}, image_name="")
+    (tmp_path / "t.jsonl").write_text(json.dumps(swe_row))
+    done = CliRunner().invoke(app, ["tasks", "check", str(tmp_path / "t.jsonl"), "--json"])
+    [line] = json.loads(done.stdout)
+    assert (done.exit_code, line["verdict"], line["seconds"]) == (1, "infrastructure fault", 0.0), line
+    assert line["message"].startswith("log_parser: importing swebench took longer than 0.001 s; try again")
 
 
 async def test_grader_is_tried_without_solution(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests import kit
 from tests.exact.agent import World
 from tests.exact.test_rows import SYSTEM, talk, user
 from tests.speed import scaled
-from tests.verify.kit import tampering, wrong
+from tests.verify.kit import tampering, verdict, wrong
 from tests.verify.sessions import record_sessions
 from turngate.cli import verify as command
 from turngate.cli.options import VerifyCommandOptions
@@ -213,6 +213,16 @@ def test_scoring_nothing_is_an_error(every: bool, recorded: Recorded, capsys: An
         run_verify(recorded[0], as_json=True, **options)
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and found["undone"] == ["nothing was scored: no turn has policy version 7"]
+
+
+def test_reason_for_scoring_nothing_is_true_of_every_turn(recorded: Recorded) -> None:
+    data, session, _ = recorded
+    with tampering(data, session) as t:
+        first = t.of_kind("sampled")[0]
+        t.facts(first, version_start=7, version_end=7)
+        t.node(first, logprobs=None)
+    reasons = [skipped.why for skipped in verdict(data, session, version=7).unchecked if skipped.part == "replay"]
+    assert reasons == ["no turn has policy version 7 and has a log-probability for each of its tokens"]
 
 
 def test_wrong_tokenizer_is_an_error(recorded: Recorded, tmp_path: Path, capsys: Any) -> None:

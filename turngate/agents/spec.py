@@ -324,7 +324,7 @@ def _install_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
             "install.program",
             "install.program is missing; set it to the program's path inside the installation, such as node_modules/x/bin/x.js",
         )
-    if install.npm and (install.also or install.python or not install.deps):
+    if not install.pip and (install.also or install.python or not install.deps):
         yield "install", "install.also, install.python and install.deps apply only to pip packages; remove them"
     if install.pip and not re.fullmatch(r"3\.[0-9]+", install.python):
         yield "install.python", f"install.python must be a Python version such as 3.11, not {install.python!r}"

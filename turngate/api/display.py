@@ -88,11 +88,15 @@ def render_html_table(results: Sequence[ResultData], facts: Sequence[str]) -> st
         for index, one in enumerate(islice(results, _MAX_LINES))
     ]
     heads = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    hidden = len(results) - len(lines)
-    more = f'<div class="tg-dim">{hidden:,} more not shown</div>' if hidden > 0 else ""
+    more = _render_hidden(len(results) - len(lines))
     return _wrap_page(
         f'<div class="tg-head">{" · ".join(facts)}</div><table><tr>{heads}</tr>{"".join(lines)}</table>{more}'
     )
+
+
+def _render_hidden(count: int) -> str:
+    """Render how many lines or files are left out, or an empty string if none are."""
+    return f'<div class="tg-dim">{count:,} more not shown</div>' if count else ""
 
 
 def _render_lines(lines: Iterable[str]) -> str:
@@ -240,8 +244,12 @@ def _color_tokens(turn: Turn, limit: int) -> str:
         chance = "log-probability unknown" if logprob is None else f"{logprob:.3f}, p {math.exp(logprob):.3f}"
         pieces.append(f'<i class="{shade}" title="{token}: {chance}">{_escape(piece)}</i>')
     hidden = len(turn.ids) - limit
-    more = f'<div class="tg-dim">tokens not shown: {hidden:,}; use result.show(turns=[{turn.number}], full=True)</div>'
+    more = f'<div class="tg-dim">{_describe_hidden_tokens(turn, hidden)}</div>'
     return f'<div class="tg-text">{"".join(pieces)}</div>{more if hidden > 0 else ""}'
+
+
+def _describe_hidden_tokens(turn: Turn, count: int) -> str:
+    return f"tokens not shown: {count:,}; use result.show(turns=[{turn.number}], full=True)"
 
 
 def _iter_tokens(turn: Turn) -> Iterator[tuple[int, str, float | None]]:
@@ -276,13 +284,14 @@ def _turn_text(turn: Turn) -> str:
 def _render_rows(rows: Sequence[Sample]) -> str:
     if not rows:
         return '<div class="tg-dim">no rows to train on</div>'
-    lines = "".join(
+    lines = [
         f"<tr><td>{index}</td><td>{len(row.ids):,}</td><td>{row.trained_tokens:,}</td><td>{len(row.spans)}</td></tr>"
         for index, row in enumerate(islice(rows, _MAX_LINES))
-    )
+    ]
     heads = "".join(f"<th>{name}</th>" for name in ("row", "tokens", "trained", "turns"))
     title = f"{_count(len(rows), 'row')} for training"
-    return f"<details><summary>{title}</summary><table><tr>{heads}</tr>{lines}</table></details>"
+    more = _render_hidden(len(rows) - len(lines))
+    return f"<details><summary>{title}</summary><table><tr>{heads}</tr>{''.join(lines)}</table>{more}</details>"
 
 
 def _render_texts(title: str, texts: Mapping[str, str], full: bool) -> str:
@@ -294,8 +303,7 @@ def _render_texts(title: str, texts: Mapping[str, str], full: bool) -> str:
         f'<div class="tg-text">{_escape(_shorten(text, full))}</div></details>'
         for name, text in islice(texts.items(), limit)
     ]
-    hidden = len(texts) - len(parts)
-    more = f'<div class="tg-dim">{hidden:,} more not shown</div>' if hidden else ""
+    more = _render_hidden(len(texts) - len(parts))
     return f"<details><summary>{title}: {len(texts):,}</summary>{''.join(parts)}{more}</details>"
 
 
@@ -357,7 +365,10 @@ def _render_turn_text(turn: Turn, tokens: bool, full: bool) -> list[Text]:
     limit = None if full else _MAX_TOKENS
     for _, piece, logprob in islice(_iter_tokens(turn), limit):
         sampled.append(sanitize(piece), style="underline" if logprob is None else _terminal_style(logprob))
-    return [*lines, sampled]
+    lines.append(sampled)
+    if limit is not None and len(turn.ids) > limit:
+        lines.append(Text(f"… {_describe_hidden_tokens(turn, len(turn.ids) - limit)} …", style="dim"))
+    return lines
 
 
 def _terminal_style(logprob: float) -> str:
@@ -386,7 +397,8 @@ def render_text_table(results: Sequence[ResultData], title: str) -> RenderableTy
             _failure_reason(one)[:200],
         )
         table.add_row(*map(Text, cells))
-    return table
+    hidden = len(results) - table.row_count
+    return Group(table, Text(f"{hidden:,} more not shown", style="dim")) if hidden else table
 
 
 def to_plain_text(what: RenderableType) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -15,7 +16,7 @@ from turngate.cli.options import CheckTasksOptions, ListTasksOptions
 from turngate.cli.signals import cancel_on_signal
 from turngate.common.terminal import LiveDisplay, sanitize, sanitize_line, say
 from turngate.common.terminal import console as new_console
-from turngate.errors import ConfigError, TurngateError
+from turngate.errors import ConfigError, TaskError, TurngateError
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend
 from turngate.tasks.grading.logs import require_parser
@@ -92,7 +93,7 @@ async def _check_all(
         [
             n
             for n, loaded in enumerate(found)
-            if loaded.task is not None and _provable(loaded.task) and lines[n].verdict != "wrong"
+            if loaded.task is not None and _provable(loaded.task) and lines[n].verdict == "valid"
         ]
         if options.prove
         else []
@@ -132,9 +133,13 @@ def _provable(task: Task) -> bool:
 def _check(loaded: LoadedTask) -> TaskCheck:
     if loaded.task is None:
         return TaskCheck(id=loaded.id, source=loaded.source, verdict="wrong", message=_describe_error(loaded))
-    if problem := _check_log_parser(loaded.task):
+    if error := _check_log_parser(loaded.task):
         return TaskCheck(
-            id=loaded.id, source=loaded.source, verdict="wrong", message=problem, grader=_describe_grader(loaded.task)
+            id=loaded.id,
+            source=loaded.source,
+            verdict="wrong" if isinstance(error, TaskError) else "infrastructure fault",
+            message=error.message,
+            grader=_describe_grader(loaded.task),
         )
     lacks = [
         name for name, part in (("grader", loaded.task.grader), ("solution", loaded.task.solution)) if part is None
@@ -148,15 +153,22 @@ def _check(loaded: LoadedTask) -> TaskCheck:
     )
 
 
-def _check_log_parser(task: Task) -> str:
-    """Return what is wrong with the log parser that a SWE task names, or an empty string if it is valid."""
+def _check_log_parser(task: Task) -> TurngateError | None:
+    """Return the error if the log parser that a SWE task names does not exist or cannot be looked up, or None if it is valid."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
-        try:
-            require_parser(name)
-        except TurngateError as error:
-            return error.message
-    return ""
+        if error := _find_parser_error(name):
+            return error
+    return None
+
+
+@cache  # importing swebench may take a minute, and many tasks have the same parser
+def _find_parser_error(name: str) -> TurngateError | None:
+    try:
+        require_parser(name)
+    except TurngateError as error:
+        return error
+    return None
 
 
 def _add_proof(line: TaskCheck, proof: Proof) -> TaskCheck:

@@ -63,6 +63,11 @@ class RoutedExpertsReply:
                 f"{self._engine} sent routed experts ({_format_shape(values)} per token) for the wrong number of tokens: "
                 f"{len(values)} instead of {total - start}"
             )
+        if len(values) and not values.size:
+            raise EngineError(
+                f"{self._engine} sent empty routed experts (of shape {_format_shape(values)} per token); "
+                "check that the model is a mixture of experts"
+            )
         return (SideArray(ROUTED_EXPERTS, start - prompt, self._narrow(values)),) if len(values) else ()
 
     def _read_file(self, data: bytes) -> np.ndarray:

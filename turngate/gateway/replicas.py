@@ -135,7 +135,7 @@ class ReplicaSet:
     async def load(self, each: list[UpdatableReplica], load: PolicyWeights, *, repair: bool) -> list[ReplicaResult]:
         """Load weights into one replica first and then into the others, so that bad weights affect only one replica.
 
-        With `repair`, skip healthy replicas.
+        With `repair`, the current version is loaded again: into all replicas that are not healthy, even if the first one fails.
         """
 
         async def load_into(one: UpdatableReplica) -> None:
@@ -143,7 +143,7 @@ class ReplicaSet:
                 await one.load(load, frozen=self.is_frozen)
 
         first = await _try_on(each[0], load, load_into)
-        if not first.ok:
+        if not first.ok and not repair:
             return [first, *(ReplicaResult(one.address, True, None, _NOT_TRIED) for one in each[1:])]
         return [first, *await asyncio.gather(*(_try_on(one, load, load_into) for one in each[1:]))]
 
@@ -218,9 +218,14 @@ async def _try_on(
 
 
 def load_error(load: PolicyWeights, before: int, results: list[ReplicaResult]) -> EngineError:
-    each = "; ".join(
-        f"{result.url}: {result.detail or 'rolled back'} "
-        + ("(has no usable weights)" if result.has is None else f"(has version {result.has})")
-        for result in results
-    )
-    return EngineError(f"version {load.version} was not loaded; version {before} remains active. {each}")
+    is_repair = load.version == before
+    each = []
+    for result in results:
+        has = "has no usable weights" if result.has is None else f"has version {result.has}"
+        detail = result.detail or ("" if is_repair else "rolled back")
+        each.append(f"{result.url}: {detail} ({has})" if detail else f"{result.url}: {has}")
+    if is_repair:
+        problem = f"version {before} remains active, but could not be loaded again into every engine"
+    else:
+        problem = f"version {load.version} was not loaded; version {before} remains active"
+    return EngineError(f"{problem}. {'; '.join(each)}")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class SessionPruner:
         self._age_s = days * 86400
         self._archive = archive
         self._stopping = threading.Event()
+        self._reported: set[str] = set()  # reasons that name a damaged session
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -60,10 +62,17 @@ class SessionPruner:
             except Exception:
                 log.exception("cannot remove old sessions")
             else:
+                self._report_damaged(result.damaged)
                 if result.removed:
                     log.info("number of sessions removed because they are older than session_days: %d", result.removed)
                     with suppress(RuntimeError):  # the loop has ended
                         loop.call_soon_threadsafe(self._events.wake, "")
+
+    def _report_damaged(self, reasons: Sequence[str]) -> None:
+        for reason in reasons:
+            if reason not in self._reported:
+                self._reported.add(reason)
+                log.warning("not removing a session and its group: %s (see docs/retention.md)", reason)
 
     def _prune(self) -> PruneResult:
         before = time.time() - self._age_s

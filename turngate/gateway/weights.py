@@ -311,7 +311,7 @@ class WeightUpdates:
         return LoadReply(**msgspec.structs.asdict(fence), replicas=results)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the replicas to load weights into. If the first replica rejects the weights, the others are not tried."""
+        """Return the replicas to load weights into. If the first replica rejects new weights, the others are not tried."""
         return self._replicas.require("load weights")
 
     def _accepts(self, results: list[ReplicaResult]) -> bool:

@@ -22,13 +22,13 @@ RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway inc
 class GroupCloser:
     """Closes the groups of one batch in the background, in the task that runs `run`.
 
-    If the gateway refuses to close a group, `on_rejected` is called with the reason.
+    If a group cannot be closed, for example because the gateway refuses to, `on_failure` is called with the reason.
     """
 
-    def __init__(self, gateway: GatewayClient, n: int, on_rejected: Callable[[str], None]) -> None:
+    def __init__(self, gateway: GatewayClient, n: int, on_failure: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._n = n
-        self._on_rejected = on_rejected
+        self._on_failure = on_failure
         # Group → whether each of its finished rollouts is recorded.
         self._incomplete: defaultdict[str, list[bool]] = defaultdict(list)
         self._closed: dict[str, list[bool]] = {}  # the same, for complete groups
@@ -79,7 +79,7 @@ class GroupCloser:
         try:
             await retry_while_unreachable(lambda: self._gateway.close_group(group), limit_s=math.inf, pause_s=_RETRY_S)
         except TurngateError as error:
-            self._on_rejected(f"the gateway refused to close group {group}: {error.message}")
+            self._on_failure(f"closing group {group} failed: {error.message}")
 
 
 def _group_name(finished: FinishedRollout) -> str:

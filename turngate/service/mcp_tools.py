@@ -267,7 +267,7 @@ TOOLS: Mapping[str, ServiceTool] = {
             name="start_rollout",
             title="Start a rollout",
             description="Start a rollout and return its id at once. Accepts the arguments of run_rollout (an instruction) or of "
-            "run_swe_rollout (a task).",
+            "run_swe_rollout (a task), except logprobs, which is an argument of finalize_rollout.",
             arguments=(RolloutRequest, SweRolloutRequest),
             result=StartedRollout,
             call=_start,

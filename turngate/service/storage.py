@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,19 +37,21 @@ class ServiceStorage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = lock_folder(folder)
-        try:
-            for name in ("results", "left", "inputs"):
-                (folder / name).mkdir(mode=0o700, exist_ok=True)
-            self._db = sqlite3.connect(folder / "service.db", isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._create_tables()
-        except (OSError, sqlite3.Error) as error:
-            self._lock.close()
-            raise ConfigError(
-                f"data folder {folder} cannot be used ({error}); choose a different folder", param="data"
-            ) from None
+        with ExitStack() as opened:
+            opened.enter_context(lock_folder(folder))
+            try:
+                for name in ("results", "left", "inputs"):
+                    (folder / name).mkdir(mode=0o700, exist_ok=True)
+                self._db = sqlite3.connect(folder / "service.db", isolation_level=None, check_same_thread=False)
+                opened.callback(self._db.close)
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = NORMAL")
+                self._create_tables()
+            except (OSError, sqlite3.Error) as error:
+                raise ConfigError(
+                    f"data folder {folder} cannot be used ({error}); choose a different folder", param="data"
+                ) from None
+            self._opened = opened.pop_all()
 
     def _create_tables(self) -> None:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -63,8 +65,8 @@ class ServiceStorage:
             )
 
     def close(self) -> None:
-        self._db.close()
-        self._lock.close()
+        """Close the database, and unlock the folder."""
+        self._opened.close()
 
     # ── states and events ───────────────────────────────────────────────────────────────────────────────────────
 

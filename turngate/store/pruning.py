@@ -37,6 +37,7 @@ class PruneResult(msgspec.Struct):
     archived: int = 0  # sessions that this run wrote to the archive
     files: list[Path] = []  # new files of the archive
     kept: Counter[str] = msgspec.field(default_factory=Counter)  # sessions by reason
+    damaged: list[str] = []  # the reasons that name a damaged session
 
 
 def prune(
@@ -55,7 +56,7 @@ def prune(
     files = None if archive is None else SessionArchive(archive)
     with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:
         plan = reader.retention.plan(before)
-        pruner = _Pruner(store, reader, PruneResult(kept=plan.kept), is_stopping)
+        pruner = _Pruner(store, reader, PruneResult(kept=plan.kept, damaged=plan.damaged), is_stopping)
         if dry_run:
             pruner.result.removed = sum(map(len, plan.removable))
         elif files is None:
@@ -127,6 +128,7 @@ class _Pruner:
                 reasons[f"session {session.id} cannot be archived: {error.message}"] += 1
         if not reasons:
             return sessions
+        self.result.damaged.extend(reasons)
         self._keep(group, reasons)
         return []
 

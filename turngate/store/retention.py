@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 
 from turngate.errors import ConfigError
+from turngate.store.columns import as_name
 from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, Connect, StoreConnection
 from turngate.store.events import insert_events, new_event
 from turngate.types import Json
@@ -32,7 +33,6 @@ TOO_NEW = "it ended too recently"
 UNSHIPPED = "it is not in the shared store yet"
 OTHERS_KEPT = "another rollout of its group is kept"
 CHANGED = "it has changed in the meantime"
-DAMAGED = "its session record is damaged on disk"
 
 
 class OldSession(msgspec.Struct, frozen=True):
@@ -59,6 +59,7 @@ class RetentionPlan(msgspec.Struct):
 
     removable: list[list[OldSession]] = []  # a session without a group has a list of its own
     kept: Counter[str] = msgspec.field(default_factory=Counter)
+    damaged: list[str] = []  # the reasons that name a damaged session
 
 
 class _NamedGroup(msgspec.Struct, frozen=True):
@@ -102,7 +103,11 @@ class Retention:
             with self._reading() as db:
                 reasons = _find_reasons(db, [session.key for session, _ in page])
             for session, group in page:
-                reason = reasons.get(session.key) or _judge_age(session, before)
+                reason = reasons.get(session.key, "")
+                if not reason and session.is_damaged:
+                    reason = f"session {as_name(session.id)}: its session record is damaged on disk"
+                    plan.damaged.append(reason)
+                reason = reason or _judge_age(session, before)
                 if not reason:
                     groups.setdefault(group or session.key, []).append(session)
                     continue
@@ -172,9 +177,7 @@ class Retention:
 
 
 def _judge_age(session: OldSession, before: float) -> str:
-    """Return why a session must be kept (damaged, open or too new), or an empty string if it ended before the time `before`."""
-    if session.is_damaged:
-        return DAMAGED
+    """Return why a session must be kept (open or too new), or an empty string if it ended before the time `before`."""
     if session.status == "open":
         return OPEN
     ended = max(session.closed or 0.0, session.recorded or 0.0)

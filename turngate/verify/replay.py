@@ -34,7 +34,7 @@ def check_replay(
         obstacles = {turn.id: _find_obstacle(turn, scorer, version) for turn in session.turns}
         due = {turn.id for turn in session.turns if not obstacles[turn.id]}
         if not due:
-            check.skip(_most_common_reason(obstacles.values()))
+            check.skip(_explain_skip(obstacles.values()))
             return
         differences: list[Logprobs] = []
         for leaf in sorted(session.leaves, key=lambda leaf: -leaf.length):
@@ -69,10 +69,10 @@ def check_replay(
             results.note("logprobs", "most tokens differ; check that the engine has the weights that sampled them")
 
 
-def _most_common_reason(reasons: Iterable[str]) -> str:
-    """Return the most common reason why the turns of a session cannot be scored."""
-    counted = Counter(reasons).most_common(1)
-    return f"no turn {counted[0][0]}" if counted else "nothing was sampled"
+def _explain_skip(unmet: Iterable[str]) -> str:
+    """Return why no turn of a session can be scored, given the condition that each turn does not meet."""
+    conditions = [condition for condition, _ in Counter(unmet).most_common()]
+    return f"no turn {' and '.join(conditions)}" if conditions else "nothing was sampled"
 
 
 def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str:

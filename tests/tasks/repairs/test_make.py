@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from turngate.tasks.repairs.make import (
     write_instruction,
     write_patch,
 )
-from turngate.tasks.repairs.measure import Baseline, TestRun, build_test_command, find_excerpt
+from turngate.tasks.repairs.measure import Baseline, Bench, TestRun, build_test_command, find_excerpt
 from turngate.tasks.repairs.mutations import find_mutations
 from turngate.tasks.repairs.package import Package, load_package
 
@@ -232,6 +233,35 @@ def test_bug_in_a_function_with_enough_bugs_is_not_a_duplicate(folder: Path) -> 
     assert fates == ["kept", "function has enough bugs", "duplicate"]
 
 
+class DifferentFailures(Bench):
+    """A bench in which the tests fail for every bug, each time a different one."""
+
+    def __init__(self, failures: Iterator[str]) -> None:
+        self._failures = failures
+
+    async def run_tests(self, changed: Mapping[str, str], limit_s: float) -> TestRun:
+        cases = dict.fromkeys("abcdef", "passed") | {next(self._failures): "failed"}
+        run = {"cases": cases, "log": "", "exit_code": 1, "timed_out": False, "seconds": 1.0}
+        return msgspec.convert(run, TestRun)
+
+    async def measure_distance(self, *arguments: object) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("benches", [1, 2, 4])
+async def test_number_of_benches_does_not_affect_the_result(benches: int, folder: Path) -> None:
+    failures = iter("abcdef")
+    baseline = Baseline(passing=frozenset("abcdef"), flaky=frozenset(), seconds=1.0)
+    settings = RepairSettings(per_package=3, benches=benches)
+    package = load_package(str(folder))
+    search = BugSearch(package, baseline, settings, [DifferentFailures(failures) for _ in range(benches)])
+    bugs = list_bugs(package, seed=0)
+    while len(search.repairs) < settings.per_package:
+        await search.try_bugs([bugs.pop(0) for _ in range(benches)])
+    assert [repair.failing for repair in search.repairs] == [("a",), ("b",), ("c",)]
+    assert search.fates == {"kept": 3}
+
+
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -254,7 +284,7 @@ def test_repairs_are_made_and_proven(folder: Path, tmp_path: Path) -> None:
         assert about["distance"] in (1, 2) and row["files"]["limits/core.py"] != MODULE
         assert row["grader"]["pass_to_pass"] and set(row["files"]) == set(FILES) - {"docs/index.md"}
     [package] = json.loads((out / "packages.json").read_text())
-    assert package["tasks"] == 2 and package["bugs"]["kept"] >= 2
+    assert package["tasks"] == 2 and package["bugs"]["kept"] == 2
     checked = CliRunner().invoke(app, ["tasks", "check", str(out / "train.jsonl"), "--json"])
     assert checked.exit_code == 0, checked.output
     again = CliRunner().invoke(app, command)

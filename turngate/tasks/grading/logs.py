@@ -277,8 +277,11 @@ def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_TIMEOUT_S, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
-        what = f"parser for {arguments[-1]}" if arguments else "import"
-        raise Undecided(f"swebench's {what} took longer than {FOREIGN_TIMEOUT_S:g} s") from None
+        if arguments:
+            raise Undecided(f"swebench's parser for {arguments[-1]} took longer than {FOREIGN_TIMEOUT_S:g} s") from None
+        raise ConfigError(
+            f"log_parser: importing swebench took longer than {FOREIGN_TIMEOUT_S:g} s; try again when the machine is less busy"
+        ) from None
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         if arguments:

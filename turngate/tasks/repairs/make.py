@@ -13,7 +13,7 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Literal
 
@@ -138,12 +138,14 @@ async def make_repairs(
                 break
             await search.try_bugs(candidates[start : start + settings.benches])
             report(f"{package.name}: tasks made: {len(search.repairs)}, bugs tried: {sum(search.fates.values())}")
-    repairs = tuple(search.repairs[: settings.per_package])
-    return PackageRepairs(package=package, repairs=repairs, fates=dict(search.fates), baseline=baseline)
+    return PackageRepairs(package=package, repairs=tuple(search.repairs), fates=dict(search.fates), baseline=baseline)
 
 
 class BugSearch:
-    """Tries bugs, several at a time, and keeps those that make good tasks. The result does not depend on which test run finishes first."""
+    """Tries bugs, several at a time, and keeps those that make good tasks.
+
+    The result depends neither on the number of benches nor on which test run finishes first.
+    """
 
     def __init__(
         self, package: Package, baseline: Baseline, settings: RepairSettings, benches: Sequence[Bench]
@@ -162,8 +164,10 @@ class BugSearch:
                 for bench, bug in zip(self._benches, bugs, strict=False)
             )
         )
-        kept = []
+        kept: list[Coroutine[None, None, Repair]] = []
         for bug, run, bench in zip(bugs, runs, self._benches, strict=False):
+            if len(self.repairs) + len(kept) == self._settings.per_package:
+                break  # a single bench would not have tried the remaining bugs
             fate = self.judge(bug, run)
             self.fates[fate] += 1
             if fate == "kept":
