@@ -209,7 +209,7 @@ class EngineTimeout(EngineError):
 
 
 class StoreError(TurngateError):
-    """Stored data cannot be read or written. A call whose turn cannot be recorded is rejected with this error."""
+    """Stored data cannot be read or written. A call whose turn cannot be recorded fails with this error."""
 
     boundary = "store"
     status = 503

@@ -291,7 +291,7 @@ async def test_checks_that_take_too_long_say_so(harness: Harness, monkeypatch: p
     monkeypatch.setattr(agent_run, "_FIND_PROGRAM", "sleep 6305")
     boundary, stage, message = fault(await harness.run(agent=parse_agent(slow)))
     assert (boundary, stage) == ("sandbox", "launch")
-    assert message.startswith(f"mine: could not look for true in the local sandbox within {limit_s:g} s")
+    assert message.startswith(f"mine: the search for true in the local sandbox took longer than {limit_s:g} s")
 
 
 async def test_unknown_agent_option_is_agent_fault(harness: Harness) -> None:

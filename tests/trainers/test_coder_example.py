@@ -59,7 +59,7 @@ def test_expert_changes_the_line(old: str, new: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(f"def f(a, b):\n{old}\n    return b\n")
     tests = moves.find_test_command(task.instruction)
     assert tests == "python3 -m pytest -q t.py"
-    read = find_command(moves.read_function("a.py", *moves.find_lines(task)))
+    read = find_command(moves.read_function("a.py", *moves.find_lines(task.instruction)))
     listing = subprocess.run(read, shell=True, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert listing.splitlines()[1] == f"     2\t{old}"
     for _ in range(2):  # a second change starts from the original, too

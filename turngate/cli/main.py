@@ -371,7 +371,12 @@ def agents_install(
 
 @agents_app.command("check")
 def agents_check(
-    name: Annotated[str, typer.Argument(help="Name from `turngate agents`, or path of your own file.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Agent to check: a name from `turngate agents`, or the path to an agent file such as ./my-agent.toml."
+        ),
+    ],
     sandbox: Annotated[
         str, typer.Option(help="Sandbox to run the agent in, such as local, bubblewrap or docker.")
     ] = "local",

@@ -19,9 +19,10 @@ COMMAND_S = 60.0  # timeout for other commands
 
 
 class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The weights of one policy version: a whole model from a folder, or an adapter that is served under a name.
+    """The weights of one policy version: a whole model, or an adapter that is served under a name.
 
-    Paths are on the engine's machine. An adapter without a path has already been loaded by another program.
+    Paths are on the engine's machine. Without a path, the gateway did not load these weights: they are the engine's initial ones, or
+    another program loaded them.
     """
 
     version: int

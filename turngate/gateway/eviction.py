@@ -83,7 +83,7 @@ class Evictor:
         return evicted
 
     def _choose(self, now: float) -> list[Session]:
-        """Return the sessions to evict, the least recently used first.
+        """Return the open sessions to evict, the least recently used first.
 
         These are the sessions that have been idle for too long, and as many more as it takes to get below the memory limit.
         """

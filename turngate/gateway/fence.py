@@ -87,7 +87,8 @@ class Fence:
             return
         if version < self.version:
             raise Conflict(
-                f"version {version} is older than the current version {self.version}; use {self.version} or higher",
+                f"version {version} is older than the current version {self.version}; use a higher version, or "
+                f"{self.version} if the weights have not changed",
                 param="version",
             )
         if version == self.version and model is not None and model != self.model:

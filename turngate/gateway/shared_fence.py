@@ -188,7 +188,7 @@ class FenceFollower:
         return math.inf if self._calls is None else self._calls.longest_pause_s
 
     async def _report(self) -> float:
-        """Report to the shared store and carry out what has changed. Return the number of seconds until the next report."""
+        """Report to the shared store, and apply any change to the fence. Return the longest time until the next report, in seconds."""
         sent = fence_clock()
         calls = "" if self._calls is None else self._calls.encode()
         shared, others = await asyncio.to_thread(self._exchange, " ".join(self._busy), calls)

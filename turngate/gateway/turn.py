@@ -396,9 +396,7 @@ class TurnPipeline:
 
     def _require_relay(self) -> Relay:
         if self._relay is None:
-            raise Conflict(
-                "this gateway has no endpoint to observe; open a session with a mode that it serves, such as 'exact'"
-            )
+            raise Conflict(f"this gateway has no endpoint to observe; open a session with mode {self._settings.mode!r}")
         return self._relay
 
     async def _run_observed(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
@@ -531,7 +529,10 @@ def _find_unrouted(prompt: Prompt) -> int:
 
 
 def _find_verbatim(node: Sampled | None, endpoint: str) -> dict[int, bytes]:
-    """Return the raw replies that this endpoint must receive back verbatim, by the index of their message on the path to `node`."""
+    """Return the earlier turns that must be sent back to `endpoint` unchanged (see `RelayChunk.verbatim`).
+
+    The key is the index of their message on the path to `node`.
+    """
     turns = [turn for turn in path_to(node) if isinstance(turn, Sampled)]
     return {t.count - 1: t.info.verbatim for t in turns if t.info.verbatim and t.info.engine == endpoint}
 

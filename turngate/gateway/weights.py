@@ -345,7 +345,8 @@ class WeightUpdates:
         in_force = self._state.read_weights(present) or PolicyWeights(version=present)
         if load.version < present:
             raise Conflict(
-                f"version {load.version} is older than the current version {present}; use {present} or higher",
+                f"version {load.version} is older than the current version {present}; use a higher version, or {present} to load the "
+                "current weights again",
                 param="version",
             )
         if load.version == present and load != in_force:

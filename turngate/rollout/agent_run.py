@@ -55,8 +55,8 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
     lookup = await sandbox.exec(find, env=launch.env, timeout_s=_CHECK_S)
     if lookup.timed_out:
         raise SandboxError(
-            f"{name}: could not look for {launch.program} in the {spec.backend.name} sandbox within {_CHECK_S:g} s; the machine may "
-            "be overloaded"
+            f"{name}: the search for {launch.program} in the {spec.backend.name} sandbox took longer than {_CHECK_S:g} s; the machine "
+            "may be overloaded"
         )
     if lookup.exit_code:
         problem, fix = _explain_missing(lookup.exit_code, spec.backend)

@@ -107,7 +107,7 @@ async def _stage_relay(sandbox: Sandbox, folder: str, python: str, node: str) ->
     found = await sandbox.exec(["/bin/sh", "-c", FIND_RUNTIME, "sh", python, node, folder], timeout_s=START_S)
     if found.timed_out:
         raise SandboxError(
-            f"could not look for Python or Node in the sandbox within {START_S:.0f} s; the machine may be overloaded"
+            f"the search for Python or Node in the sandbox took longer than {START_S:.0f} s; the machine may be overloaded"
         )
     if found.exit_code:
         raise SandboxError(

@@ -139,4 +139,4 @@ async def _cancel(task: asyncio.Task[None], rollout: str) -> None:
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("rollout %s: following its events failed", rollout, exc_info=error)
+        log.error("rollout %s: could not follow the gateway's events", rollout, exc_info=error)

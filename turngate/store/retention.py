@@ -47,7 +47,7 @@ class OldSession(msgspec.Struct, frozen=True):
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a column of the session has the wrong type. Its age is then unknown."""
+        """Whether the session's id, status or times have the wrong type. Such a session is kept."""
         times = (self.closed, self.recorded)
         return not all(isinstance(text, str) for text in (self.id, self.status)) or not all(
             when is None or isinstance(when, int | float) for when in times
@@ -210,7 +210,10 @@ def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
 
 
 def _release_attempts(db: StoreConnection, ids: Sequence[str]) -> None:
-    """Detach the attempts of sessions that are being removed. A settled attempt stays settled, so its rollout is not run again."""
+    """Detach attempts from sessions that are being removed, and delete the attempts at rollouts without a name.
+
+    A settled attempt at a named rollout stays settled, so that the rollout is not run again. A running one is superseded.
+    """
     marks = ",".join("?" * len(ids))
     db.execute(f"DELETE FROM attempts WHERE session IN ({marks}) AND rollout=session", ids)
     query = f"UPDATE attempts SET state='superseded', ended=? WHERE session IN ({marks}) AND state='running'"

@@ -211,8 +211,8 @@ class SessionArchive:
             ) from None
         if metadata.version != _VERSION:
             raise ConfigError(
-                f"archive: {file} has version {metadata.version}, but this version of Turngate supports version {_VERSION}; "
-                "use the turngate version that wrote it",
+                f"archive: {file} has format version {metadata.version}, but this version of Turngate supports only format version "
+                f"{_VERSION}; use the version of Turngate that wrote the file",
                 param="archive",
             )
         return metadata

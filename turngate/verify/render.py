@@ -467,7 +467,7 @@ def _to_date(seconds: float) -> datetime.datetime | None:
 
 
 def _mark_end(message: Message) -> Message:
-    """Return a message that stands for a turn's message and ends with a mark, which can be found in the rendered text."""
+    """Return a substitute for a turn's message that ends with a mark, so that the turn's end can be found in the rendered text."""
     if not message.tool_calls:
         return Message("assistant", _MARK)
     *others, last = message.tool_calls

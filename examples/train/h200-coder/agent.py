@@ -37,6 +37,20 @@ If they still fail, try another change in the same way. When they pass, run
 echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT
 and you are done."""
 QUESTION = "{{task}}\nAnswer with one sentence and one bash block."
+# For tasks with the command of `edit_command.py`.
+EDIT_SYSTEM = """\
+You repair Python functions. Exactly one line of the function is wrong, by a small mistake: a wrong operator, comparison, constant, name or
+call, swapped arguments, or a missing `not`. Every answer is one sentence and then one bash block, nothing else. The bash block replaces one
+line by its number and runs the tests, for example line 905:
+
+```bash
+python3 fix.py 905 <<'END'
+    return a + b
+END
+```
+
+If the tests still fail, change the line in another way, or try another line."""
+EDIT_QUESTION = "{{task}}\nWhich line is wrong? Answer with one sentence and one bash block."
 OBSERVATION = f"""\
 exit code {{{{ output.returncode }}}}
 {{% if output.output | length < {MAX_OUTPUT} -%}}
@@ -48,8 +62,11 @@ exit code {{{{ output.returncode }}}}
 {{%- endif %}}"""
 
 
-def write_settings(steps: int, path: str) -> str:
-    """Write the agent's settings as YAML, in which JSON is valid. `steps` is the maximum number of steps, `path` the PATH of commands."""
+def write_settings(steps: int, path: str, *, edits: bool = False) -> str:
+    """Write the agent's settings as YAML, in which JSON is valid.
+
+    `steps` is the maximum number of steps, and `path` the PATH of commands. With `edits`, the prompt describes the edit command.
+    """
     # Python would run outdated code if a file changes twice in a second.
     env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": TEST_OPTIONS} | ({"PATH": path} if path else {})
     return rf"""
@@ -57,8 +74,8 @@ agent:
   agent_class: default
   step_limit: {steps}
   max_consecutive_format_errors: 2
-  system_template: {json.dumps(SYSTEM)}
-  instance_template: {json.dumps(QUESTION)}
+  system_template: {json.dumps(EDIT_SYSTEM if edits else SYSTEM)}
+  instance_template: {json.dumps(EDIT_QUESTION if edits else QUESTION)}
 environment:
   timeout: {COMMAND_S}
   env: {json.dumps(env)}
@@ -88,10 +105,10 @@ def run_fork_server(spec: AgentSpec, installed: Installation, socket: Path) -> A
     return server
 
 
-def build_agent(python: str, socket: str = "", steps: int = STEPS, path: str = "") -> AgentSpec:
+def build_agent(python: str, socket: str = "", steps: int = STEPS, path: str = "", *, edits: bool = False) -> AgentSpec:
     """Build the description of an agent that the fork server starts. With an empty `socket`, it is started as the catalog says.
 
-    The agent's commands have the PATH `path`, or if it is empty, that of the sandbox.
+    The agent's commands have the PATH `path`, or if it is empty, that of the sandbox. With `edits`, its prompt describes the edit command.
     """
     spec = find_agent("mini-swe-agent").spec
     command = ["mini_textbased.yaml" if word == "mini.yaml" else word for word in spec.command]
@@ -104,7 +121,7 @@ def build_agent(python: str, socket: str = "", steps: int = STEPS, path: str = "
         command=(*command, "--config", "{home}/.mini/repairs.yaml"),
         install=msgspec.structs.replace(spec.install, python=python),
         preload=() if socket else spec.preload,
-        files=(*spec.files, AgentFile(path=".mini/repairs.yaml", content=write_settings(steps, path))),
+        files=(*spec.files, AgentFile(path=".mini/repairs.yaml", content=write_settings(steps, path, edits=edits))),
         check=(),
     )
 

@@ -58,7 +58,7 @@ class Expert:
     def _choose_answer(self, task: Task, session: str, index: int, observation: str) -> str:
         path = str(task.metadata["path"])
         if index == 0:
-            return moves.read_function(path, *moves.find_lines(task))
+            return moves.read_function(path, *moves.find_lines(task.instruction))
         if re.search(r"\d passed", observation) and not re.search(r"\d (failed|error)", observation):
             return moves.finish()
         if session not in self._attempts:
@@ -69,7 +69,7 @@ class Expert:
     def _plan_attempts(self, task: Task, path: str, chance: random.Random) -> list[str]:
         assert task.files is not None
         tests, fix = moves.find_test_command(task.instruction), moves.find_fix(task)
-        edits = moves.find_edits((task.files / path).read_text(), *moves.find_lines(task))
+        edits = moves.find_edits((task.files / path).read_text(), *moves.find_lines(task.instruction))
         others = [edit for edit in edits if edit != fix]
         count = 0 if chance.random() < _RIGHT_AT_ONCE else chance.randint(1, self._turns - 4)
         tried = chance.sample(others, min(count, len(others)))

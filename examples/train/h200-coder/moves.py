@@ -37,9 +37,9 @@ def find_fix(task: Task) -> Edit:
     return Edit(int(str(task.metadata["line"])), old, new)
 
 
-def find_lines(task: Task) -> tuple[int, int]:
-    """Return the first and last line of the function that the instruction names."""
-    lines = re.search(r"\(lines (\d+) to (\d+)\)", task.instruction)
+def find_lines(instruction: str) -> tuple[int, int]:
+    """Return the first and last line of the function that an instruction names."""
+    lines = re.search(r"\(lines (\d+) to (\d+)\)", instruction)
     assert lines is not None
     return int(lines[1]), int(lines[2])
 

@@ -43,6 +43,7 @@ class RunnerConfig(GatewayAccess, frozen=True, kw_only=True):
     max_lines: int = 0  # of a task's function; 0: no limit
     short_first: bool = False  # begin with the short functions
     steps: int = STEPS  # maximum number of the agent's steps
+    edits: bool = False  # the tasks have the command of `edit_command.py`
     timeout_s: float = 75.0
     fork: bool = True  # start agents and their tests from fork servers
 
@@ -50,10 +51,10 @@ class RunnerConfig(GatewayAccess, frozen=True, kw_only=True):
 async def run_rollouts(config: RunnerConfig) -> BatchResult:
     with tempfile.TemporaryDirectory(prefix="fork-") as folder:
         if not config.fork:
-            return await _run(config, *_install(build_agent(config.python, steps=config.steps)))
+            return await _run(config, *_install(build_agent(config.python, steps=config.steps, edits=config.edits)))
         with run_pytest_server(Path(folder)) as path:
             socket = f"{folder}/socket"
-            spec, installed = _install(build_agent(config.python, socket, config.steps, path))
+            spec, installed = _install(build_agent(config.python, socket, config.steps, path, edits=config.edits))
             with run_fork_server(spec, installed, Path(socket)):
                 return await _run(config, spec, installed)
 

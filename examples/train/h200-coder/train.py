@@ -61,6 +61,7 @@ def configure_runner(options: argparse.Namespace, address: GatewayAddress, name:
         python=options.python,
         sandbox=options.sandbox,
         fork=not options.cold,
+        edits=options.edits,
         **more,
     )
 
@@ -292,6 +293,7 @@ def main() -> None:
     )
     parser.add_argument("--running", type=int, default=64, help="agents running at the same time")
     parser.add_argument("--turns", type=int, default=STEPS, help="maximum number of steps of an agent")
+    parser.add_argument("--edits", action="store_true", help="the tasks have the command of edit_command.py")
     parser.add_argument("--slots", type=int, default=96)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="precision of sampling")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="precision of training")

@@ -252,7 +252,7 @@ class LocalEngine:
     def build_order(self, request: Generate) -> SamplingOrder:
         """Build the worker's order for a request. Reject a request that the engine cannot serve."""
         if why := self._why_unavailable():
-            raise EngineUnavailable(f"{self.name} is unavailable: {why}")
+            raise EngineUnavailable(f"the engine {self.name!r} is unavailable: {why}")
         refuse_top_logprobs(self.name, request)
         if request.constraint is not None:
             raise EngineRejected(

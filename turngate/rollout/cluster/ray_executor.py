@@ -241,7 +241,12 @@ class _RayAttempt:
             await self._cluster.connection.call(cell.actor.cancel.remote(self._order.session_id))
             await self._cluster.connection.call(cell.actor.run.remote(encode_order(self._order), []))
         except CallFailed as error:
-            log.warning("cannot cancel rollout %s on %s: %s", self._order.rollout, cell.node.name, error.message)
+            log.warning(
+                "could not confirm that rollout %s on %s was cancelled: %s",
+                self._order.rollout,
+                cell.node.name,
+                error.message,
+            )
 
 
 def _is_refusal(result: AttemptResult) -> bool:

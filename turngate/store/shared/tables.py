@@ -132,8 +132,8 @@ def read_version(db: Connection) -> int:
 def check_version(version: int, where: str) -> None:
     if version > SHARED_VERSION:
         raise ConfigError(
-            f"data: the shared store {where} has version {version}, but this version of Turngate supports version "
-            f"{SHARED_VERSION}; use the turngate version that wrote it, or a newer one",
+            f"data: the shared store {where} has schema version {version}, but this version of Turngate supports only schema version "
+            f"{SHARED_VERSION}; use the version of Turngate that wrote it, or a newer one",
             param="data",
         )
 

@@ -58,7 +58,7 @@ def compute_loss(
 
 
 def compute_clipped_share(terms: LossTerms, *, low: float, high: float) -> Tensor:
-    """Compute the share of tokens whose ratio is clipped."""
+    """Compute the share of tokens whose gain is limited by clipping."""
     ratio = torch.exp(_log_ratio(terms.now.detach(), terms.then))
     beyond = torch.where(terms.advantage > 0, ratio > 1 + high, ratio < 1 - low)
     return beyond.float().mean()

@@ -181,7 +181,7 @@ def to_vf_message(wire: Mapping[str, Any]) -> vf.Message:
 
 
 def _text(content: Json) -> str:
-    """Return the content of a message as text. Parts that are not text are dropped, because training uses the token ids."""
+    """Return the content of a message as text. Parts that are not text are dropped: training uses the token ids, not this text."""
     if isinstance(content, list):
         return "".join(part.get("text") or "" if isinstance(part, dict) else str(part) for part in content)
     return content or ""

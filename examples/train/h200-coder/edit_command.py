@@ -1,0 +1,97 @@
+"""Give repair tasks a command that changes a line and runs the tests, so that one short answer is a complete attempt.
+
+    python edit_command.py --tasks FOLDER --out FOLDER
+
+A small model wastes most attempts on the shell: quotes, regular expressions, a file that an earlier change broke. SWE-agent offers
+an edit command for that reason. Here it is a script in the task's folder. The instruction shows the function with line numbers, so
+the agent need not read it first:
+
+    python3 fix.py 17 <<'END'
+        return a + b
+    END
+
+Each call starts from the original file, keeps the line's indentation, and runs the failing tests. If they pass, the agent's run ends. The
+grader does not use the script: it runs the package's tests on the agent's work, as for every task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import moves
+from tasks import is_small
+
+_SCRIPT_NAME, _ORIGINAL = "fix.py", ".fix/original"
+_SCRIPT = '''\
+"""Replace a line of the original file, and run the tests: python3 fix.py LINE <<'END', the new line, END."""
+import pathlib, shlex, subprocess, sys, textwrap
+
+file, first, last, tests = {constants}
+usage = f"Use: python3 fix.py LINE <<'END', then the new line, then END; LINE is a number from {{first}} to {{last}}"
+words = sys.argv[1:]
+if len(words) != 1 or not words[0].isdigit() or not first <= int(words[0]) <= last:
+    sys.exit(usage)
+number, new = int(words[0]), textwrap.dedent(sys.stdin.read().strip("\\n")).rstrip()
+if not new:
+    sys.exit(usage)
+lines = pathlib.Path("{original}").read_text().split("\\n")
+old = lines[number - 1]
+if new == old.strip():
+    sys.exit(f"Line {{number}} already is `{{new}}`. Try another change.")
+lines[number - 1] = textwrap.indent(new, old[: len(old) - len(old.lstrip())])
+pathlib.Path(file).write_text("\\n".join(lines))
+try:
+    run = subprocess.run(shlex.split(tests), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=6)
+except subprocess.TimeoutExpired:
+    sys.exit("The tests hang with this change. Try another one.")
+if run.returncode:
+    result = (run.stdout.strip() or run.stderr.strip()).split("\\n")[-1]
+    sys.exit(f"With this change, the tests still fail: {{result}}. The line is restored. Try another change.")
+print("{finished}")
+'''
+_FINISHED = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # a command's output that ends mini-SWE-agent's run
+
+
+def add_command(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of `turngate tasks make repairs --hint function` whose task has the command and shows the function."""
+    path, name = row["metadata"]["path"], row["metadata"]["function"]
+    first, last = moves.find_lines(row["instruction"])
+    text = row["files"][path]
+    listing = "\n".join(f"{n:5d}  {line}" for n, line in enumerate(text.split("\n")[first - 1 : last], first))
+    tests = moves.find_test_command(row["instruction"])
+    instruction = (
+        f"One line of the function `{name}` in `{path}` (lines {first} to {last}) is wrong:\n\n```\n{listing}\n```\n\n"
+        f"{_find_failures(row['instruction'])}\n"
+    )
+    script = _SCRIPT.format(constants=repr((path, first, last, tests)), original=_ORIGINAL, finished=_FINISHED)
+    files = {**row["files"], _SCRIPT_NAME: script, _ORIGINAL: text}
+    return {**row, "instruction": instruction, "files": files}
+
+
+def _find_failures(instruction: str) -> str:
+    """Return the part of the instruction that names the failing tests and reports the first failure."""
+    found = re.search(r"^Failing tests.*?(?=\n\nRun them with:)", instruction, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tasks", type=Path, required=True, help="output of `turngate tasks make repairs --hint function`"
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(options.tasks.glob("*.jsonl")):
+        rows = [row for row in map(json.loads, file.read_text().splitlines()) if is_small(row)]
+        (options.out / file.name).write_text("".join(json.dumps(add_command(row)) + "\n" for row in rows))
+        print(f"{file.name}: {len(rows)} tasks")
+
+
+if __name__ == "__main__":
+    main()
