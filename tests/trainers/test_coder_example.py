@@ -174,3 +174,51 @@ def test_differences_are_of_the_same_tasks() -> None:
     assert start == {"a": 0, "b": 0.5}
     assert compare.compare(compare.compute_rates(graded), start) == (0.5, (0.5, 0.5))
     assert compare.count_solved_at_once(graded) == 5
+
+
+ROW = {
+    "id": "a",
+    "instruction": (
+        "There is a bug in a: tests fail.\n\nThe bug is in the function `f` in `a.py` (lines 1 to 2).\n\nFailing tests:\n- t.py::test_f\n\n"
+        "The first one reports:\n\n```\nE   assert 3 == 2\n```\n\nRun them with:\n\n```\nPYTHON t.py\n```\n"
+    ),
+    "files": {"a.py": "def f(a):\n    return a + 2\n", "t.py": "from a import f\nassert f(1) == 2\n"},
+    "metadata": {"path": "a.py", "function": "f"},
+    "solution": {"patch": "--- a/a.py\n+++ b/a.py\n@@ -2 +2 @@\n-    return a + 2\n+    return a + 1\n"},
+}
+
+
+def run_fix(folder: Path, line: str, new: str) -> subprocess.CompletedProcess[str]:
+    command = f"{sys.executable} fix.py {line} <<'END'\n{new}\nEND"
+    return subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.process
+def test_edit_command_changes_one_line_of_the_original(tmp_path: Path) -> None:
+    row = {**ROW, "instruction": ROW["instruction"].replace("PYTHON", sys.executable)}  # type: ignore[attr-defined]
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "train.jsonl").write_text(json.dumps(row) + "\n")
+    command = [
+        sys.executable,
+        str(FOLDER / "edit_command.py"),
+        "--tasks",
+        str(tmp_path / "tasks"),
+        "--out",
+        str(tmp_path / "edit"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    [task] = map(json.loads, (tmp_path / "edit" / "train.jsonl").read_text().splitlines())
+    assert "    1  def f(a):\n    2      return a + 2\n" in task["instruction"]
+    assert "E   assert 3 == 2" in task["instruction"] and "Run them with" not in task["instruction"]
+    assert load_module("moves").find_lines(task["instruction"]) == (1, 2)
+    for name, text in task["files"].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for line, new in (("3", "x"), ("two", "x"), ("2", "")):
+        assert run_fix(tmp_path, line, new).stderr.startswith("Use: python3 fix.py LINE")
+    assert "already is `return a + 2`" in run_fix(tmp_path, "2", "return a + 2").stderr
+    failed = run_fix(tmp_path, "1", "def f(a, b):")
+    assert failed.returncode == 1 and "With this change, the tests still fail: " in failed.stderr
+    passed = run_fix(tmp_path, "2", "return a + 1")  # keeps the indentation, and restores line 1
+    assert passed.returncode == 0 and passed.stdout.startswith("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    assert (tmp_path / "a.py").read_text() == "def f(a):\n    return a + 1\n"
