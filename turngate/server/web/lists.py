@@ -90,7 +90,8 @@ class ListRoutes:
         """
         name = query.name
         graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))
-        if len(self._views.unread(graded)) > _MAX_UNREAD_TRACES:
+        unread = await self._reader.run(lambda _: self._views.unread(graded))  # the cache belongs to the reader's thread
+        if len(unread) > _MAX_UNREAD_TRACES:
             return await self._reader.respond(lambda store: self._views.overview.group(store, name, {}))
         trains = {
             key: await self._reader.run(partial(self._views.trains, session=session, key=key))
