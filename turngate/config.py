@@ -406,7 +406,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         has_list = bool(self.shared) and self.has_pool  # the engines are listed in the shared store
         if self.engine not in ("scripted", "gate", "local") and not self.engine_url and not has_list:
             raise ConfigError(
-                f"engine_url is not set; the engine {self.engine!r} needs at least one --engine-url",
+                f"engine_url is not set; the engine {self.engine!r} needs the URL of its server (--engine-url URL)",
                 param="engine_url",
             )
         for url in self.engine_url:
@@ -475,8 +475,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _check_local(self) -> None:
         if not (self.model_folder or self.tokenizer):
             raise ConfigError(
-                "model_folder is not set; the engine 'local' needs a Hugging Face folder with a model and a tokenizer "
-                "(--model-folder PATH)",
+                "the engine 'local' needs a Hugging Face folder with a model and a tokenizer; pass the folder as --tokenizer",
                 param="model_folder",
             )
         if self.engine_url:
@@ -531,7 +530,7 @@ def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
     """Return the error for a script that the scripted engine cannot read."""
     if path == REFERENCE_SCRIPT:
         return ConfigError(
-            f"script {path!r} works only with `turngate run`, and with `turngate batch` on one machine; pass a JSON file with a list of "
+            f"script {path!r} works only with `turngate run`, and with `turngate batch` without --ray; pass a JSON file with a list of "
             "replies",
             param="script",
         )

@@ -188,6 +188,10 @@ class EngineRejected(EngineError):
     kind = "invalid_request_error"
 
 
+class EngineRouteMissing(EngineRejected):
+    """The engine does not have the requested route, or does not serve the requested model."""
+
+
 class EngineBusy(EngineError):
     status = 429
     kind = "rate_limit_exceeded"

@@ -71,7 +71,7 @@ def test_pinned_packages_are_installed_without_agent_python(monkeypatch: pytest.
     assert command[:4] == [sys.executable, "-m", "pip", "install"]
     assert command[command.index("--python-version") + 1] == "3.12"
     with pytest.raises(
-        AgentError, match=r"this machine has no python3\.12; install it .* or pin all packages"
+        AgentError, match=r"this machine has no python3\.12; install it .* or list all dependencies"
     ) as error:
         install.pip_command(agent_for_312(deps=True), Path("/target"))
     assert error.value.param == "install.python"

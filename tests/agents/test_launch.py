@@ -159,6 +159,13 @@ def test_prompt_too_long_or_with_nul_is_rejected_as_argument() -> None:
         plan(by_argument, "a\0b")
 
 
+def test_errors_about_arguments_count_the_words_of_the_description() -> None:
+    wrapped = agent('command = ["mine", "--", "{prompt}"]\nstdin = "-"')
+    with pytest.raises(AgentError, match=r"command\[2\] contains a NUL character") as raised:
+        plan(wrapped, "a\0b", installed=Installation(code_cache="/cache/enable.js"))
+    assert raised.value.param == "command[2]"
+
+
 def test_prompt_file_is_written_if_referenced() -> None:
     run = plan(agent('command = ["mine", "@{prompt_file}"]'), "the task")
     assert run.command[1] == "@/home/agent/.turngate/prompt.txt"

@@ -212,3 +212,10 @@ for thread in threads:
 """
     for _ in range(5):
         subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_unreadable_description_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "agent.json").mkdir()
+    with pytest.raises(AgentError) as raised:
+        spec.read_description(tmp_path)
+    assert raised.value.message == f"{tmp_path / 'agent.json'} cannot be read (Is a directory)"

@@ -63,6 +63,22 @@ def test_model_from_catalog(tmp_path: Path) -> None:
     assert entry(endpoint).urls == ["http://a:1", "http://b:1"]
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        "vllm://m@user:planted@127.0.0.1:1",
+        "vllm://Qwen/Qwen3-8B@user:planted@127.0.0.1:1",
+        "vllm://m@http://user:planted@127.0.0.1:1",
+        "vlm://Qwen/Qwen3-8B@http://user:pla@nted/planted@127.0.0.1:1",
+        "user:planted@127.0.0.1:1",
+    ],
+)
+def test_errors_do_not_repeat_a_password(model: str) -> None:
+    with pytest.raises(tg.TurngateError) as raised:
+        entry(model)
+    assert "nted" not in raised.value.message
+
+
 def test_invalid_settings_are_named(tmp_path: Path) -> None:
     with pytest.raises(tg.TurngateError, match=r"network must be one of .*, not 'shut'"):
         tg.Client("scripted://any", network="shut")  # type: ignore[arg-type]

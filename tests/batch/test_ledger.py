@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import resource
 import signal
@@ -119,6 +121,15 @@ async def test_second_runner_in_same_folder_is_refused(tmp_path: Path) -> None:
         Ledger.open(tmp_path)
     await ledger.close()
     await write_entries(tmp_path, HEAD)  # the folder is free again
+
+
+def test_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, flags: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be locked \(No locks available\); choose a folder on a file system"):
+        Ledger.open(tmp_path)
 
 
 async def test_concurrent_entries_are_all_written(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_ages(text: str, seconds: float) -> None:
     [
         (
             ["prune", "--older-than", "30"],
-            "--older-than must be a number with a unit (m, h, d or w), such as 30d, not '30'",
+            "--older-than must be a number of minutes (m), hours (h), days (d) or weeks (w), such as 30d, not '30'",
         ),
         (["prune", "--older-than", "-1d"], "--older-than must be"),
         (["prune", "--older-than", "1d"], "data: no recordings in "),

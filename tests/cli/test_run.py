@@ -181,10 +181,9 @@ def test_unreachable_gateway_and_invalid_url(data: Path, monkeypatch: pytest.Mon
     key = {"TURNGATE_ADMIN_KEY": "k" * 20}
     line = run_rejected(*shell_run(data, "true", "--gateway", "http://127.0.0.1:9"), env=key)
     assert line == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with `turngate serve`"
-    assert (
-        run_rejected(*shell_run(data, "true", "--gateway", "here"), env=key)
-        == "gateway: 'here' is not an http(s) URL; pass a URL such as http://127.0.0.1:8700"
-    )
+    for url in ("here", "http://[", "http://:80"):
+        line = run_rejected(*shell_run(data, "true", "--gateway", url), env=key)
+        assert line == f"gateway: {url!r} is not an http(s) URL; pass a URL such as http://127.0.0.1:8700"
 
 
 async def test_wrong_admin_key_is_rejected(data: Path) -> None:
@@ -239,6 +238,17 @@ def test_task_without_tests_has_no_grade(data: Path) -> None:
     assert "  grade   none: the task has no tests, so there is no reward; pass --task" in done.stdout
 
 
+def test_files_are_kept_in_the_local_folder_of_a_shared_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = "postgresql://user@db/turngate"
+    monkeypatch.chdir(tmp_path)
+    with run_in_thread(gateway()) as g:
+        monkeypatch.setenv("TURNGATE_ADMIN_KEY", g.app.admin_key)
+        done = run_cli(*shell_run(Path(), "true", "--gateway", g.root, "--data", shared))
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["turngate-data"]
+    assert f"  files   {ServeConfig(data=shared).folder / 'rollouts'}/" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("engine", "flags"), [("vllm", ("--model", "m", "--tokenizer", BUILTIN_TOKENIZER)), ("openai", ()), ("gemini", ())]
 )
@@ -249,7 +259,7 @@ def test_engine_that_is_down_is_reported_before_the_agent_starts(
     assert done.exit_code == 2 and "sandbox" not in done.stdout
     assert done.stderr.splitlines()[-1] == (
         f"turngate: --engine-url: no engine can be used (http://127.0.0.1:9: the connection to {engine} failed: connection "
-        "refused); check that the engine has started, and that --engine-url is its address"
+        "refused); check that the engine has started and serves the model, and that --engine-url is its address"
     )
     assert not data.exists() or sessions(data) == []
 

@@ -306,7 +306,7 @@ async def test_tokens_need_recorded_tokenizer(g: Running, data: Path) -> None:
     session = await converse(g)
     env = {"TURNGATE_ADMIN_KEY": g.app.admin_key}
     refusal = await asyncio.to_thread(run_rejected, "show", session, "--tokens", "--gateway", g.root, env=env)
-    assert refusal == "the tokenizer that the session was recorded with is unknown; pass --tokenizer PATH"
+    assert refusal == "the session's tokenizer is unknown; pass --tokenizer PATH"
     words = ("show", session, "--tokens", "--gateway", g.root, "--tokenizer", BUILTIN_TOKENIZER)
     done = await asyncio.to_thread(run_cli, *words, env=env)
     assert done.exit_code == 0 and "│-" in done.stdout

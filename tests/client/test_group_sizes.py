@@ -69,4 +69,4 @@ def test_small_groups_are_reported_once_for_each_size(
     assert [message.partition(";")[0] for message in small] == [
         f"feed math: group {group} was closed with {rollouts} of 8 rollouts" for group, rollouts in reported
     ]
-    assert all(message.endswith("set the feed's n to the batch's --n") for message in small)
+    assert all(message.endswith("open a feed with another name and set its n to the batch's --n") for message in small)

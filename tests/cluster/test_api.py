@@ -13,6 +13,7 @@ import turngate as tg
 from tests.api.kit import AGENT, program, write_script
 from tests.cluster.batch_kit import check_leftovers, sweep_sandboxes
 from tests.cluster.ray_kit import ROOT, ray_python, start_ray
+from tests.kit import gateway
 from tests.postgres import PostgresServer
 from tests.speed import scaled
 from turngate.errors import BadRequest
@@ -42,6 +43,16 @@ async def test_modes_without_a_recording_in_the_cell_are_refused(tmp_path: Path,
     async with tg.Client(write_script(tmp_path, ["Hi."]), **AGENT, cluster="auto", data=URL) as client:
         with pytest.raises(BadRequest, match=message):
             await client.run("print()", mode=mode)
+
+
+async def test_running_gateway_as_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway() as g:
+        monkeypatch.setenv("TURNGATE_ADMIN_KEY", g.app.admin_key)
+        model = tg.Endpoint(key="gateway://other", url=g.root)
+        async with tg.Client(model, **AGENT, cluster="auto", data=URL) as client:
+            with pytest.raises(BadRequest, match="model must not be a gateway:// endpoint") as raised:
+                await client.run("print()")
+    assert raised.value.param == "model"
 
 
 def write_rows(path: Path, replies: dict[str, str]) -> Path:

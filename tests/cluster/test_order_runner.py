@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,15 @@ def test_limit_on_folders_is_reached_exactly(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(order_runner, "_MAX_FOLDERS", 2)
     assert [claim_folder(str(tmp_path), URL).name for _ in range(2)] == ["cell-1", "cell-2"]
     with pytest.raises(ConfigError, match="all 2 folders for cells are in use"):
+        claim_folder(str(tmp_path), URL)
+
+
+def test_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, flags: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be locked \(No locks available\).*TURNGATE_CELL_DATA"):
         claim_folder(str(tmp_path), URL)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
-from turngate.rollout.cluster.open_cluster import collect_settings, strip_password
+from turngate.rollout.cluster.open_cluster import _read_script, collect_settings, strip_password
 from turngate.rollout.cluster.placement import (
     CellLoad,
     Demand,
@@ -157,3 +159,10 @@ def test_labels() -> None:
     for wrong in ("pool", "=x", ""):
         with pytest.raises(ConfigError, match="NAME=VALUE"):
             parse_labels([wrong])
+
+
+def test_script_that_is_not_text_is_a_config_error(tmp_path: Path) -> None:
+    script = tmp_path / "replies.json"
+    script.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"^script .*replies\.json is not UTF-8 text"):
+        _read_script(str(script))

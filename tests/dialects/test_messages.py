@@ -280,6 +280,37 @@ def test_tool_additions_and_removals() -> None:
     assert decode_stored_messages("messages", stored) == [Message("system", "The tool g is available now.")]
 
 
+@pytest.mark.parametrize(
+    ("block", "param"),
+    [
+        ({"type": "tool_reference"}, "tool_name"),
+        ({"type": "tool_addition", "tool": {"type": "tool_reference"}}, "tool.name"),
+        ({"type": "tool_removal", "tool": {"type": "tool_reference", "name": ""}}, "tool.name"),
+    ],
+)
+def test_tool_reference_without_name_is_refused(block: Json, param: str) -> None:
+    error = decode_error(messages=[{"role": "user", "content": [block]}], tools=[TOOL, DEFERRED])
+    assert (error.param, error.message) == (
+        f"messages.0.content.0.{param}",
+        f"messages.0.content.0.{param} is missing",
+    )
+
+
+@pytest.mark.parametrize(
+    ("definition", "field", "words"),
+    [
+        ({"name": 3}, "", ": name: Expected `str`, got `int`"),
+        (None, "", ": Expected `object`, got `null`"),
+        ({"name": "h"}, ".input_schema", " is missing"),
+    ],
+)
+def test_invalid_tool_in_message_names_its_position(definition: Json, field: str, words: str) -> None:
+    change = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
+    error = decode_error(messages=[HI, {"role": "system", "content": [change]}], tools=[TOOL])
+    assert error.param == "messages.1.content.0.tool.definition" + field
+    assert error.message == error.param + words
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "hi"}}
 
@@ -568,7 +599,8 @@ def test_input_examples_are_in_parameters() -> None:
     ("tools", "param"),
     [
         ("f", "tools"),
-        ([5], "tools"),
+        ([5], "tools.0"),
+        ([TOOL, {"name": 3}], "tools.1"),
         ([TOOL, TOOL], "tools"),
         ([{"type": "web_search_20250305", "name": "web_search"}], "tools.0.type"),
         ([TOOL, {"type": "bash_20250124", "name": "bash"}], "tools.1.type"),

@@ -384,6 +384,11 @@ def test_sampling_max_tokens_and_retry_headers() -> None:
 INVALID_REQUESTS: dict[str, tuple[dict[str, Json], str, str]] = {
     "no input": ({"input": None}, "input", "must contain at least one item"),
     "empty input": ({"input": []}, "input", "must contain at least one item"),
+    "input of tools": (
+        {"input": [{"type": "additional_tools", "role": "developer", "tools": [RUN]}]},
+        "input",
+        "must contain at least one item that is not of type 'additional_tools'",
+    ),
     "input that is a number": ({"input": 7}, "input", "Expected `str | array | null`"),
     "conversation": ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
     "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt", "no prompts are stored"),
@@ -419,6 +424,11 @@ INVALID_REQUESTS: dict[str, tuple[dict[str, Json], str, str]] = {
         {"tools": [RUN], "tool_choice": {"type": "function", "name": "x"}},
         "tool_choice",
         "'x', which is not one of the tools",
+    ),
+    "choice of the provider's search": (
+        {"tools": [RUN, {"type": "tool_search"}], "tool_choice": {"type": "tool_search"}},
+        "tool_choice",
+        "needs a tool_search tool with execution 'client'",
     ),
     "choice of the provider's tool": (
         {"tools": [RUN], "tool_choice": {"type": "web_search_preview"}},

@@ -8,7 +8,8 @@ from types import FrameType
 
 import pytest
 
-from turngate.dialects import DIALECTS, decode_stored_messages, decode_stored_tools
+from turngate.dialects import DIALECTS, Dialect, WireRequest, decode_stored_messages, decode_stored_tools
+from turngate.dialects.responses_socket import decode_event
 from turngate.dialects.wire import without_lone_surrogates
 from turngate.errors import BadRequest
 
@@ -75,3 +76,16 @@ def test_invalid_stored_data_is_a_bad_request(dialect: str, raw: bytes) -> None:
         decode_stored_messages(dialect, raw)
     with pytest.raises(BadRequest):
         decode_stored_tools(dialect, raw)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_deeply_nested_body_is_not_called_invalid_json(dialect: Dialect) -> None:
+    body = b'{"ignored": %b}' % (b"[" * 3000 + b"]" * 3000)
+    with pytest.raises(BadRequest, match=r"^[Tt]he body.* nested too deeply; use fewer than 200 levels$"):
+        dialect.decode(WireRequest(body))
+
+
+def test_deeply_nested_socket_event_is_not_called_invalid_json() -> None:
+    event = b'{"type": "response.create", "ignored": %b}' % (b"[" * 3000 + b"]" * 3000)
+    with pytest.raises(BadRequest, match=r"^The event is nested too deeply; use fewer than 200 levels$"):
+        decode_event(event)

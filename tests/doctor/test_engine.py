@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -126,3 +128,15 @@ async def test_engine_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_other_engines(config: ServeConfig, check: str, state: str, words: str) -> None:
     finding = await run_check(config, check)
     assert (finding.state, words in finding.message) == (state, True), finding
+
+
+async def test_local_model_needs_the_weights_that_the_engine_reads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "weights.safetensors").touch()
+    config = ServeConfig(engine="local", model_folder=str(tmp_path))
+    finding = await run_check(config, "engine")
+    assert finding.state == "failure" and "lacks model.safetensors" in finding.message
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).touch()
+        assert (await run_check(config, "engine")).state == "ok"
+        (tmp_path / name).unlink()

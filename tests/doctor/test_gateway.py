@@ -105,6 +105,9 @@ def test_options_that_conflict_with_gateway_are_refused() -> None:
     env = {"TURNGATE_ADMIN_KEY": "planted-admin-key-0123456789"}
     assert "remove --engine" in run_rejected("doctor", "--gateway", "http://127.0.0.1:1", "--engine", "vllm", env=env)
     assert "remove --config" in run_rejected("doctor", "--gateway", "http://127.0.0.1:1", "--config", "x.toml", env=env)
+    assert "remove --no-log-turns" in run_rejected(
+        "doctor", "--gateway", "http://127.0.0.1:1", "--no-log-turns", env=env
+    )
     assert "not an http(s) URL" in run_rejected("doctor", "--gateway", "nonsense", env=env)
     assert "run it there without --gateway" in run_rejected(
         "doctor", "--gateway", "http://127.0.0.1:1", "--only", "disk", env=env

@@ -20,6 +20,7 @@ from turngate.errors import (
     EngineBusy,
     EngineError,
     EngineRejected,
+    EngineRouteMissing,
     EngineTimeout,
     EngineUnavailable,
     TurngateError,
@@ -195,7 +196,7 @@ async def test_overflow_code_is_context_overflow() -> None:
     ("status", "text", "expected"),
     [
         (400, "bad top_p", EngineRejected),
-        (404, "The model `x` does not exist.", EngineRejected),
+        (404, "The model `x` does not exist.", EngineRouteMissing),
         (422, "unprocessable", EngineRejected),
         (401, "bad key", EngineError),
         (403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.", EngineError),

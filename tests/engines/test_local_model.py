@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.engines.local_kit import model, torch
 from turngate.engines.local import list_weights, load, save
 from turngate.engines.local.shape import Rope, read_shape
-from turngate.engines.local.weights import load_into
+from turngate.engines.local.weights import create_random_model, load_into
 from turngate.errors import ConfigError
 
 pytestmark = pytest.mark.needs("torch")
@@ -175,6 +177,29 @@ def test_missing_or_mismatched_weights_are_rejected(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(ConfigError, match="does not match the loaded model: they differ in kind, vocabulary"):
         load_into(model(), tmp_path)
-    save(model(), tmp_path)
-    with pytest.raises(ConfigError, match="has no tensor"):
+    save(create_random_model(msgspec.structs.replace(read_shape(tmp_path), tied=True)), tmp_path)
+    with pytest.raises(ConfigError, match=r"has no tensor lm_head\.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"q_proj": (48, 40)},
+        {"q_proj": (48, 48, 1)},
+        {"q_proj": (40, 48), "k_proj": (24, 48)},  # the joined matrix has the right shape
+    ],
+)
+def test_weights_of_wrong_shape_are_rejected(shapes: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    tensors = {name: tensor.contiguous() for name, tensor in list_weights(create_random_model(read_shape(tmp_path)))}
+    for name, shape in shapes.items():
+        tensors[f"model.layers.1.self_attn.{name}.weight"] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    wrong = re.escape(
+        f"model.layers.1.self_attn.q_proj.weight has shape {shapes['q_proj']}, but config.json requires (48, 48)"
+    )
+    with pytest.raises(ConfigError, match=wrong):
         load(tmp_path)

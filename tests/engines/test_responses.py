@@ -466,9 +466,17 @@ async def test_count_uses_endpoint_if_available() -> None:
         call = foreign_call(Message("system", "s"), HI, tools=[TOOL], max_tokens=5)
         assert await relay.count(RelayRequest(call=call)) == 42
         assert set(server.last_body) == {"model", "instructions", "input", "tools", "reasoning"}
-    async with serving(StandIn(answer_with("Not Found", 404))) as server, started(make_relay(server.url)) as relay:
-        with pytest.raises(NotFound, match="estimate"):
-            await relay.count(RelayRequest(call=call))
+    for status in (404, 405):
+        async with serving(StandIn(answer_with("No", status))) as server, started(make_relay(server.url)) as relay:
+            with pytest.raises(NotFound, match="estimate"):
+                await relay.count(RelayRequest(call=call))
+
+
+async def test_rejected_count_is_a_bad_request() -> None:
+    invalid = answer_with({"error": {"message": "input[0]: bad"}}, 400)
+    async with serving(StandIn(invalid)) as server, started(make_relay(server.url)) as relay:
+        with pytest.raises(EngineRejected, match=r"input\[0\]: bad"):
+            await relay.count(RelayRequest(call=foreign_call(HI)))
 
 
 async def test_health() -> None:

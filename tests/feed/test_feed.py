@@ -132,7 +132,7 @@ async def test_reader_is_warned_of_groups_of_other_size(
         assert [d is not None and len(d.rollouts) for d in (await small.next(5), await small.next(5))] == [2, 2]
         assert caplog.messages == [
             "feed small: group batch.task is split into several deliveries; if the batch's groups are larger than 2, "
-            "set the feed's n to the batch's --n"
+            "open a feed with another name and set its n to the batch's --n"
         ]
         for _ in range(4):
             await t.rollout(1.0, "batch.open")

@@ -19,6 +19,7 @@ REFUSALS = (
     errors.TooLarge,
     errors.Unprocessable,
     errors.EngineRejected,
+    errors.EngineRouteMissing,
 )
 OTHERS = (
     errors.ContextOverflow,

@@ -231,6 +231,11 @@ async def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert "Deleted project acme." in await run("projects", "delete", "acme")
         assert "acme" not in await run("projects", "list")
         assert "project deleted" in await run("audit", "--project", "acme")
+        numbers = [line.split()[0] for line in (await run("audit", "--project", "acme")).splitlines()]
+        assert numbers == ["number", *map(str, range(1, len(numbers)))]
+        newest = await run("audit", "--project", "acme", "--limit", "1")
+        assert "project deleted" in newest and len(newest.splitlines()) == 2
+        assert "project created" in await run("audit", "--project", "acme", "--limit", "1", "--after", "0")
 
 
 async def test_audit_log_has_changes_deletions_and_exports(tmp_path: Path) -> None:

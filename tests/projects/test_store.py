@@ -66,6 +66,18 @@ def test_entries_of_a_project_have_numbers_of_their_own(store: Store) -> None:
     assert [entry.subject for entry in store.audit.page(after=store.audit.page()[4].number)] == ["5", "6"]
 
 
+def test_newest_entries_are_numbered_like_the_others(store: Store) -> None:
+    for n in range(7):
+        store.audit.add(NewAuditEntry("operator", ("acme", "other", "other")[n % 3], "key created", str(n)))
+    for project in (None, "acme", "ghost"):
+        entries = store.audit.page(project=project)
+        for limit in (1, 2, 100):
+            assert store.audit.page(project=project, limit=limit, newest=True) == entries[-limit:]
+        for after in (entry.number for entry in entries):
+            later = [entry for entry in entries if entry.number > after]
+            assert store.audit.page(project=project, after=after, limit=1, newest=True) == later[-1:]
+
+
 @pytest.mark.needs("postgres")
 @pytest.mark.full
 def test_project_schemas_share_only_the_cells(postgres_url: str) -> None:

@@ -140,7 +140,12 @@ OR_FILE = ", or pass --script FILE with the replies"
             {"tokenizer": "x"},
             f"the replies are written for the built-in tokenizer; remove --tokenizer{OR_FILE}",
         ),
-        ({}, {}, {"engine": "vllm"}, "the engine is vllm; remove --engine to use the scripted engine"),
+        (
+            {},
+            {},
+            {"engine": "vllm"},
+            "the engine is vllm; remove --script, or remove --engine and --engine-url to use the scripted engine",
+        ),
     ],
 )
 def test_impossible_replay_is_explained(

@@ -45,7 +45,8 @@ def test_openenv_server_leaks_no_secret(python: str) -> None:
                 arguments = {
                     "model_key": HOSTED,
                     "instruction": search_program(isolated=False, then=then),
-                    "test_script": f"! grep -q '{hidden}' seen.txt",
+                    # built into the shell, so that the answer is in no process's arguments
+                    "test_script": f"case $(cat seen.txt) in *'{hidden}'*) exit 1 ;; esac",
                 }
                 step = client.post("/step", json={"action": {"tool_name": "run_rollout", "arguments": arguments}})
                 workspace.evidence.add_response(step)

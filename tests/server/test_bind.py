@@ -1,14 +1,24 @@
-"""Test which gateway counts as running in a data folder."""
+"""Test which gateway counts as running in a data folder, and the addresses in messages."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from turngate.server.bind import RunningGateway, find_running_gateway, has_stale_note
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
+from turngate.server.bind import (
+    RunningGateway,
+    find_running_gateway,
+    has_stale_note,
+    local_url,
+    open_listener,
+    startup_message,
+)
 
 ENDED = 2**22 + 1  # higher than every process id
 
@@ -40,3 +50,19 @@ def test_gateway_of_another_user_is_running(tmp_path: Path, monkeypatch: pytest.
 def test_damaged_note_names_no_gateway(note: str, tmp_path: Path) -> None:
     (tmp_path / "gateway.json").write_text(note)
     assert find_running_gateway(tmp_path) is None and has_stale_note(tmp_path)
+
+
+def test_addresses_of_ipv6_hosts_have_brackets(tmp_path: Path) -> None:
+    config = ServeConfig(host="::1", port=0, data=str(tmp_path), engine="scripted")
+    try:
+        listener = open_listener(config)
+    except ConfigError as error:
+        if error.__context__ is not None and getattr(error.__context__, "errno", None) == errno.EADDRNOTAVAIL:
+            pytest.skip("this machine has no IPv6")
+        raise
+    with listener:
+        port = listener.getsockname()[1]
+        assert local_url(listener) == f"http://[::1]:{port}"
+        assert startup_message(config, listener).startswith(f"turngate listens on http://[::1]:{port} · ")
+        with pytest.raises(ConfigError, match=rf"^cannot listen on \[::1\]:{port}: "):
+            open_listener(ServeConfig(host="::1", port=port, data=str(tmp_path), engine="scripted"))

@@ -45,3 +45,12 @@ def test_scripted_engine_with_sampling_masks_is_refused() -> None:
         ConfigError, match="sampling_masks needs the engine 'local', 'vllm' or 'sglang', not 'scripted'"
     ):
         build_engine(ServeConfig(sampling_masks=True).check(), renderer)
+
+
+@pytest.mark.parametrize("family", ["glm-5", "deepseek-v4"])
+def test_family_that_does_not_fit_the_tokenizer_is_a_config_error(family: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"does not fit the model's tokenizer: .*; choose another family, or 'template'"
+    ) as caught:
+        load_renderer(BUILTIN_TOKENIZER, model="", family=family)
+    assert caught.value.param == "family"

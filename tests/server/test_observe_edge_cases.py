@@ -368,6 +368,32 @@ async def test_endpoint_counts_tokens_if_supported(
         assert s.provider.refusals == [] and await s.gateway.turns(s.session.id) == []
 
 
+async def test_logprobs_are_refused_as_unsupported() -> None:
+    async with gateway(observe="openai", engine_url=["http://127.0.0.1:1"]) as g:
+        for shown in (False, True):
+            session = await g.open(mode="observe", show_logprobs=shown)
+            with pytest.raises(openai.BadRequestError, match="not supported in observe mode; leave it out"):
+                await g.ask(session.key, "Hi", logprobs=True)
+
+
+async def test_session_of_unserved_mode_is_told_its_mode_after_restart(tmp_path: Path) -> None:
+    async with gateway(data=tmp_path) as g:
+        exact = await g.open()
+    async with gateway(observe="anthropic", engine_url=["http://127.0.0.1:1"], data=tmp_path) as g:
+        observed = await g.open(mode="observe")
+        with pytest.raises(openai.ConflictError, match="no engine for exact sessions; open a session with a mode that"):
+            await g.ask(exact.key, "Hi")
+        async with agent("messages", g.root, exact.key) as a:
+            with pytest.raises(anthropic.APIStatusError, match="no engine for exact sessions"):
+                await count_tokens(a)
+    async with gateway(data=tmp_path) as g:
+        with pytest.raises(openai.ConflictError, match="no endpoint to observe; open a session with mode 'exact'"):
+            await g.ask(observed.key, "Hi")
+        async with agent("messages", g.root, observed.key) as a:
+            with pytest.raises(anthropic.APIStatusError, match="no endpoint to observe"):
+                await count_tokens(a)
+
+
 async def test_unreachable_provider_is_retryable_error() -> None:
     """The agent gets a retryable error, and nothing is recorded."""
     async with gateway(observe="anthropic", engine_url=["http://127.0.0.1:1"]) as g:

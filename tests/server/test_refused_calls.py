@@ -26,8 +26,8 @@ from turngate.views.training_trace import training_trace
 
 HI = [user("Hi")]
 UNKNOWN = (
-    "model 'editor' does not exist; this session serves m; to serve this name too, add it to models in [signals] of the agent's file, "
-    "or to signals.models in the session's settings"
+    "model 'editor' does not exist; this session serves m; to accept the requested name too, add it to models in [signals] of the "
+    "agent's file, or to signals.models in the session's settings"
 )
 
 

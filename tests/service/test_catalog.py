@@ -80,7 +80,7 @@ def test_default_mode_and_aliases(catalog: Catalog) -> None:
     [
         (("vlm://q",), "model_key", "did you mean vllm://q?"),
         (("anthropic://claude", "exact"), "mode", "mode 'exact' is not available for endpoint 'anthropic://claude'"),
-        (("vllm://q", "direct"), "mode", "use observe"),
+        (("vllm://q", "direct"), "mode", "never sends the endpoint's key"),
         (("hf-router://m", "black_box"), "mode", "mode 'direct' is not available for endpoint 'hf-router://m': "),
         (("scripted://m", "", True), "thinking", "omit the argument"),
         (("vllm://q", "observe", False), "thinking", "omit it in observe mode"),
@@ -157,7 +157,7 @@ def test_custom_endpoint_needs_allowed_hosts() -> None:
         ({"bad": {}}, "KIND://NAME"),
         ({"vllm://q": {"url": "http://u:p@h"}}, "credentials"),
         ({"vllm://q": {"url": "http://h", "modes": ["exact"]}}, "needs a tokenizer"),
-        ({"openai://m": {"key_env": "K", "modes": ["direct"]}}, "use observe"),
+        ({"openai://m": {"key_env": "K", "modes": ["direct"]}}, "never sends the endpoint's key"),
         ({"openai://m": {"modes": ["gate"]}}, "do not accept token ids"),
         ({"openai://m": {"mode": "exact"}}, "mode"),
         ({"openai://m": {"api_key": "sk-1"}}, "key_env"),

@@ -14,7 +14,7 @@ import pytest
 from tests.store.kit import add_session, event, finish_rollout, new_turn, put_outcome, turn_with
 from turngate.errors import ConfigError, Conflict, Gone, NotFound, StoreError
 from turngate.store import pruning, retention
-from turngate.store.archived_session import read_session
+from turngate.store.archived_session import ArchivedSession, read_session
 from turngate.store.pruning import load_archive, prune
 from turngate.store.session_archive import SessionArchive
 from turngate.store.store import Store
@@ -398,6 +398,22 @@ def test_a_damaged_archive_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="cannot be read"):
         load_archive(tmp_path / "archive", store)
     store.close()
+
+
+def test_a_damaged_session_does_not_block_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, loaded, archive = Store(tmp_path / "data"), Store(tmp_path / "loaded"), tmp_path / "archive"
+    for name in "abc":
+        finish_rollout(store, name, "")
+    real = ArchivedSession.compute_digest
+    monkeypatch.setattr(ArchivedSession, "compute_digest", lambda one: b"\1" * 32 if one.id == "b" else real(one))
+    prune(store, LATER, archive)
+    monkeypatch.undo()
+    assert load_archive(archive, loaded, ["c"]) == (1, 0) and ids(loaded) == ["c"]
+    with pytest.raises(StoreError, match=r"session b is damaged in .*; 1 session was added before this error and kept"):
+        load_archive(archive, loaded)
+    assert ids(loaded) == ["a", "c"]
+    store.close()
+    loaded.close()
 
 
 def test_another_session_with_the_same_id_is_not_overwritten(tmp_path: Path) -> None:

@@ -518,6 +518,18 @@ async def test_checkpoint_of_other_model_is_rejected(tmp_path: Path, change: dic
     assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("file", ["optimizer.pt", "model.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+async def test_damaged_checkpoint_is_a_config_error(tmp_path: Path, file: str, content: bytes) -> None:
+    async with training_gateway() as here:
+        await _train(here, 1, folder=tmp_path)
+    found = checkpoint.find_newest(tmp_path)
+    assert found is not None
+    (found.folder / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"checkpoint: cannot resume from .*; restore the folder from a backup"):
+        found.restore(model(vocabulary=VOCABULARY), Learner(_model(), GrpoSettings()).optimizer)
+
+
 @pytest.mark.parametrize("moment", ["before the checkpoint", "after the checkpoint"])
 async def test_crash_around_checkpoint_trains_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

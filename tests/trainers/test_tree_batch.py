@@ -279,7 +279,9 @@ def test_batch_has_side_data_of_all_trees() -> None:
 
 def test_unknown_advantage_is_rejected() -> None:
     exported = forks().export(None)
-    with pytest.raises(ConfigError, match=r"session s has no advantage, .*; export with `--unscored drop`"):
+    with pytest.raises(
+        ConfigError, match=r"session s has no advantage; .*, export with `--unscored drop`; .* leave_one_out"
+    ):
         pack_trees([exported])
     with pytest.raises(ConfigError, match="has no advantage"):
         list_rows(exported)

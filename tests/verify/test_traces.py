@@ -226,7 +226,7 @@ def test_missing_tokenizer_skips_render_checks(tmp_path: Path, renderers: Any) -
     shutil.rmtree(own)
     found = verdict(tmp_path / "data")
     assert found.ok and {missing.check for missing in found.unchecked} == {"context", "parse"}
-    assert "no longer at" in found.unchecked[0].why
+    assert "does not exist on this machine" in found.unchecked[0].why
     with sqlite3.connect(tmp_path / "data" / "turngate.db") as db:
         db.execute("UPDATE settings SET value=? WHERE name LIKE 'tokenizer:%'", (str(kit.tokenizer().folder),))
     assert not verdict(tmp_path / "data").unchecked

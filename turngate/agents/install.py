@@ -116,7 +116,8 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
             _install_pip(spec, new, report)
         if recipe.program and not (new / recipe.program).exists():
             raise AgentError(
-                f"{spec.name}: install.program is {recipe.program}, but the installed package has no such file; correct install.program",
+                f"{spec.name}: install.program is {recipe.program}, but the installation contains no such file; set it to the program's "
+                "path inside the installation",
                 param="install.program",
             )
         if recipe.prepare:
@@ -365,7 +366,7 @@ def _pip_options(spec: AgentSpec) -> list[str]:
         raise AgentError(
             f"{spec.name}: install.python is {spec.install.python}, but this machine has no python{spec.install.python}; "
             f"install it (for example, with `pyenv install {spec.install.python}` or `uv python install {spec.install.python}`), "
-            "or pin all packages in install.also and set install.deps = false",
+            "or list all dependencies as name==version in install.also, and set install.deps = false",
             param="install.python",
         )
     return [*options, "--python-version", spec.install.python, "--implementation", "cp", "--only-binary", ":all:"]

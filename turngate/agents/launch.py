@@ -93,14 +93,14 @@ def plan_launch(
     files = [_fill_file(file.path, file.content, int(file.mode, 8), values) for file in spec.files]
     if spec.uses("prompt_file"):
         files.append(LaunchFile(f"{own}/prompt.txt", _encode_prompt(spec, prompt), 0o600))
-    program, *arguments = (placeholders.fill(word, values) for word in spec.command)
+    program, *arguments = words = tuple(placeholders.fill(word, values) for word in spec.command)
     command = (program, *(("--require", installed.code_cache) if installed.code_cache else ()), *arguments)
     if spec.stdin:
         files.append(LaunchFile(f"{own}/stdin", _encode_prompt(spec, placeholders.fill(spec.stdin, values)), 0o600))
         command = ("/bin/sh", "-c", 'exec "$@" < "$0"', f"{own}/stdin", *command)
     env = {PYTHON_VARIABLE: installed.python} if installed.python.startswith("/") else {}
     env |= {name: placeholders.fill(text, values) for name, text in spec.env.items()}
-    _check_passable(spec, command, env)
+    _check_passable(spec, words, env)
     transcript = spec.transcript
     return Launch(
         files=tuple(files),

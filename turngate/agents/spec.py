@@ -195,7 +195,10 @@ def find_agent(name: str, cwd: Path | None = None) -> CatalogEntry:
     if name not in agents:
         hint = suggestion(name, list(agents))
         end = "" if hint.endswith("?") else "."
-        raise AgentError(f"unknown agent {name!r}{hint}{end} To use your own file, pass ./{name}.toml", param="agent")
+        raise AgentError(
+            f"unknown agent {name!r}{hint}{end} To use an agent file, pass its path, such as ./{name}.toml",
+            param="agent",
+        )
     return agents[name]
 
 
@@ -264,7 +267,9 @@ def read_description(folder: Path) -> AgentSpec | None:
         return msgspec.json.decode(file.read_bytes(), type=AgentSpec)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise AgentError(f"{file} cannot be read ({error.strerror})", param="agent") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise AgentError(f"{file} cannot be read ({error})", param="agent") from None
 
 

@@ -27,7 +27,7 @@ from turngate.errors import BadRequest, ConfigError
 from turngate.render import find_tokenizer as find_tokenizer
 from turngate.service.catalog import KINDS, Endpoint
 from turngate.service.config import ServiceConfig, load_config
-from turngate.telemetry.logs import redact
+from turngate.telemetry.logs import REDACTED, redact
 
 _MODEL = re.compile(r"(?P<kind>[a-z-]+)://(?P<name>.*?)(?:@(?P<url>https?://.+))?")
 # The environment variables that the providers' own SDKs read.
@@ -119,7 +119,11 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
     match = _MODEL.fullmatch(model)
     if match is None or match["kind"] not in KINDS or not match["name"]:
         catalog = f", or a catalog key{suggestion(model, known)}" if known else ""
-        problem = f"model {redact(model)!r} is neither a catalog key nor KIND://MODEL" if model else "model is missing"
+        problem = (
+            f"model {_hide_credentials(model)!r} is neither a catalog key nor KIND://MODEL"
+            if model
+            else "model is missing"
+        )
         raise BadRequest(f"{problem}; pass a model {_EXAMPLE} (kinds: {', '.join(KINDS)}){catalog}", param="model")
     kind, name, url = match["kind"], match["name"], match["url"] or ""
     if kind == "scripted":
@@ -129,13 +133,20 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
             key=_build_key(kind, name), model=Path(name).name, model_folder=name, tokenizer=options.tokenizer
         )
     if not url and not KINDS[kind].url:
-        raise BadRequest(f"model {model!r} has no URL; write {kind}://{name}@http://HOST:PORT", param="model")
+        raise BadRequest(
+            f"model {_hide_credentials(model)!r} has no URL; write {kind}://MODEL@http://HOST:PORT", param="model"
+        )
     key_env = options.key_env or ("" if url else _KEYS.get(kind, ""))
     is_exact = KINDS[kind].exact is not None
     tokenizer = options.tokenizer or (name if is_exact else "")
     return Endpoint(
         key=_build_key(kind, name), url=url, model=name, tokenizer=tokenizer, key_env=key_env, thinking=is_exact
     )
+
+
+def _hide_credentials(model: str) -> str:
+    """Return a model string for an error message. Text before the last @ is replaced, because it may contain a password."""
+    return re.sub(r"^([\w-]+://)?.*@", rf"\1{REDACTED}@", redact(model), flags=re.DOTALL)
 
 
 def _build_scripted(name: str) -> Endpoint:

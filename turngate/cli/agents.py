@@ -63,7 +63,7 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None, settings
     spec = find_agent(name).spec
     if not spec.check:
         raise AgentError(
-            f"agent {spec.name} has no [[check]] steps to run; add them to a file that describes the agent "
+            f"agent {spec.name} has no [[check]] steps to run; add them to the agent's file or, for a preset, to a copy of its file "
             "(see turngate/agents/catalog for examples), and run `turngate agents check ./FILE.toml`",
             param="check",
         )

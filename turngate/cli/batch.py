@@ -101,7 +101,9 @@ def run_batch(options: BatchOptions) -> int:
             plan = msgspec.structs.replace(plan, folder=folder)
         if options.resume and not (plan.folder / LEDGER_NAME).is_file():
             raise ConfigError(
-                f"--resume: {plan.folder} contains no batch; remove --resume to start one", param="resume"
+                f"--resume: {plan.folder} contains no batch; to resume a batch, pass the same flags as when you started it; to start a "
+                "new one, remove --resume",
+                param="resume",
             )
         return plan
 

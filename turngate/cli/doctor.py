@@ -80,7 +80,7 @@ def _build_subject(options: DoctorOptions) -> DoctorContext:
     if gateway:
         for name, value in {"config": options.config, **options.settings}.items():
             if value is not None and name not in _ALLOWED_WITH_GATEWAY:
-                flag = name.replace("_", "-")
+                flag = ("no-" if value is False else "") + name.replace("_", "-")
                 raise ConfigError(
                     f"{name} cannot be set for the running gateway at {gateway}; remove --{flag}", param=name
                 )

@@ -77,7 +77,8 @@ def _read_credit(options: ExportOptions) -> TurnCredit | None:
     if not options.credit:
         if options.gamma != 1:
             raise ConfigError(
-                "gamma applies only to turn advantages; also pass --credit turn_index or all_turns", param="gamma"
+                "gamma applies only to turn advantages; also pass --credit turn_index or --credit all_turns (formats rows and tree only)",
+                param="gamma",
             )
         return None
     if options.credit not in _COMPARE:
@@ -99,7 +100,9 @@ def _build_teacher(options: ExportOptions) -> TeacherConfig | None:
     for name in ("url", "model", "version", "top_k", "tokenizer", "concurrency"):
         flag = f"teacher_{name}"
         if getattr(options, flag) != getattr(ExportOptions, flag):
-            raise ConfigError(f"{flag} applies only with a teacher; also pass --teacher", param=flag)
+            raise ConfigError(
+                f"{flag} applies only with a teacher; also pass --teacher (formats rows and tree only)", param=flag
+            )
     return None
 
 

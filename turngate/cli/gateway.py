@@ -76,7 +76,7 @@ async def connect_gateway(
     """
     if config.is_shared and not choice.url:
         raise ConfigError(
-            "data must be a folder; to use a shared store, pass the URL of a cell as --gateway",
+            "data must be a folder; to use a shared store, pass the URL of a cell as --gateway instead",
             param="data",
         )
     data = Path(config.data)
@@ -142,8 +142,8 @@ async def _require_engine(client: GatewayClient, *, own: bool) -> EnginesView:
     if own:
         raise _explain_unusable(reasons)
     raise EngineUnavailable(
-        f"the gateway at {client.url} has no engine that can be used ({reasons}); check that the engine has started, and list the "
-        f"engines with `turngate engines list --gateway {shlex.quote(client.url)}`"
+        f"the gateway at {client.url} has no engine that can be used ({reasons}); check that the engine has started and serves the "
+        f"model. With {ADMIN_KEY} set, `turngate engines list --gateway {shlex.quote(client.url)}` shows the state of each engine"
     )
 
 
@@ -165,7 +165,8 @@ async def _require_endpoint(config: ServeConfig) -> None:
 
 def _explain_unusable(reasons: str) -> ConfigError:
     return ConfigError(
-        f"engine_url: no engine can be used ({reasons}); check that the engine has started, and that engine_url is its address",
+        f"engine_url: no engine can be used ({reasons}); check that the engine has started and serves the model, and that "
+        "engine_url is its address",
         param="engine_url",
     )
 

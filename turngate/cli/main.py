@@ -352,7 +352,7 @@ def mcp(options: flags.McpOptions) -> None:
 
 @agents_app.callback(invoke_without_command=True)
 def agents(context: typer.Context) -> None:
-    """List the available agents: the presets and your own files."""
+    """List the available agents: the presets and your own."""
     if context.invoked_subcommand is None:
         from turngate.cli.agents import list_agents
 

@@ -28,7 +28,9 @@ def _json(help: str = "Print JSON.") -> Any:
     return _flag(help, OUTPUT, "--json")
 
 
-_AGENT = _flag("Agent to run: a name from `turngate agents`, or your own file such as ./my-agent.toml.", WHAT)
+_AGENT = _flag(
+    "Agent to run: a name from `turngate agents`, or the path to an agent file such as ./my-agent.toml.", WHAT
+)
 _TIMEOUT = _flag("Time limit for the agent, in seconds.", LIMITS, default="the task's time limit, or 1800")
 _MAX_TURNS = _flag("Maximum number of turns per session.", LIMITS)
 _SET = _flag("Set an option of the agent, as NAME=VALUE; repeatable.", WHAT, "--set")

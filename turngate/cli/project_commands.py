@@ -155,7 +155,12 @@ def revoke_key(
 
 def audit(
     project: _ProjectFlag = "",
-    after: Annotated[int, typer.Option(help="Show only entries after this number.", min=0)] = 0,
+    after: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Show the entries that follow the one with this number, instead of the newest entries.", min=0
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Maximum number of entries.", min=1, max=1000)] = 100,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,

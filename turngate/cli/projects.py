@@ -116,6 +116,7 @@ def print_audit(entries: Sequence[AuditEntry], as_json: bool) -> None:
         return
     rows = [
         (
+            str(entry.number),
             time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.at)),
             entry.actor,
             entry.project,
@@ -124,7 +125,7 @@ def print_audit(entries: Sequence[AuditEntry], as_json: bool) -> None:
         )
         for entry in entries
     ]
-    _print_table(("time (UTC)", "who", "project", "action", "what"), rows)
+    _print_table(("number", "time (UTC)", "who", "project", "action", "what"), rows)
 
 
 def _print_json(value: Any) -> None:

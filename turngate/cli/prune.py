@@ -44,7 +44,8 @@ def parse_age(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text.strip())
     if found is None:
         raise ConfigError(
-            f"older_than must be a number with a unit (m, h, d or w), such as 30d, not {text!r}", param="older_than"
+            f"older_than must be a number of minutes (m), hours (h), days (d) or weeks (w), such as 30d, not {text!r}",
+            param="older_than",
         )
     return float(found[1]) * _UNITS[found[2]]
 
@@ -66,7 +67,8 @@ def load_sessions(archive: Path, data: str, sessions: Sequence[str]) -> None:
         raise ConfigError("data: an archive can only be loaded into a folder; pass a folder", param="data")
     if not SessionArchive(archive).files():
         raise ConfigError(
-            f"archive: {archive} has no sessions; pass the folder that `turngate prune --archive` wrote to",
+            f"archive: {archive} has no sessions; pass the folder that `turngate prune --archive` wrote to or, for the sessions of a "
+            "project, its subfolder projects/NAME",
             param="archive",
         )
     store = Store(Path(data))

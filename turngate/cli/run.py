@@ -88,7 +88,7 @@ def run_rollout(options: RunOptions) -> int:
         policy=build_end_policy(options),
         model_limits=agent.limits,
         options=agent.options,
-        folder=require_writable(options.out) if options.out else Path(config.data) / "rollouts",
+        folder=require_writable(options.out) if options.out else config.folder / "rollouts",
     )
     console = new_console(stderr=options.as_json)
     access = RemoteAccess(options.public_url, options.tunnel)

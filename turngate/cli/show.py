@@ -179,9 +179,7 @@ def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
     if not recorded_with or not Path(recorded_with).is_dir():
         problem = f"({recorded_with}) is not on this machine" if recorded_with else "is unknown"
-        raise ConfigError(
-            f"the tokenizer that the session was recorded with {problem}; pass --tokenizer PATH", param="tokenizer"
-        )
+        raise ConfigError(f"the session's tokenizer {problem}; pass --tokenizer PATH", param="tokenizer")
     return Tokenizer(Path(recorded_with))
 
 

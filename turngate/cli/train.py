@@ -187,11 +187,11 @@ def _check_resumable(run: TrainingRun) -> None:
     rounds = _count_rounds(plan, _OPTIONS, run.folder)
     if rounds > plan.rounds:
         least = (rounds - 1) * len(plan.tasks) // goal.settings.groups + 1
-        state = "has no checkpoint" if newest is None else f"ends at step {trained}"
+        state = "has no checkpoint" if newest is None else f"has no checkpoint after step {trained}"
         raise ConfigError(
             f"steps must be at least {least}, not {goal.steps}: {plan.folder} contains rollouts of later steps, but "
-            f"{run.folder / 'checkpoints'} {state}; restore the missing checkpoint, pass --steps {least} or more, or choose a "
-            "different --out folder",
+            f"{run.folder / 'checkpoints'} {state}; pass --steps {least} or more, or choose a different --out folder; "
+            "if a later checkpoint was deleted, you can also restore it",
             param="steps",
         )
 

@@ -413,7 +413,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
     @property
     def _opened(self) -> Feed:
         if self._feed is None or self._loop.is_closed():
-            raise RuntimeError("the feed is not open; use it in a `with` block")
+            raise RuntimeError("the feed is not open; use it only inside its `with` block")
         return self._feed
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

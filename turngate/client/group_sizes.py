@@ -11,7 +11,7 @@ log = logging.getLogger("turngate")
 _REPORT_S = 10.0  # waiting time after which the wait is first reported
 _FIRST_LOOK_S = 30.0  # waiting time until the incomplete groups are first checked again; doubled after each check
 _MAX_GROUPS = 1000  # delivered groups that are remembered
-_FIX = "set the feed's n to the batch's --n"
+_FIX = "open a feed with another name and set its n to the batch's --n"
 
 
 class GroupSizeWatch:

@@ -72,12 +72,15 @@ def read_key_file(path: Path) -> str | None:
         return None
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise ConfigError(
-            f"data: {path} is accessible to other users; run `chmod 600` on it, or delete it to get a new key",
+            f"data: {path} is accessible to other users; run `chmod 600` on it, or delete it; a new key is created at the next start",
             param="data",
         )
     key = path.read_bytes().decode("utf-8", "replace").strip()
     if len(key) < 16 or not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"data: {path} does not contain a valid key; delete the file to get a new key", param="data")
+        raise ConfigError(
+            f"data: {path} does not contain a valid key; delete the file; a new key is created at the next start",
+            param="data",
+        )
     register_secrets(key)
     return key
 

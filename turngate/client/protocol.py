@@ -282,7 +282,11 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=Fals
         return [name for name in self.__struct_fields__ if name != "refused" or self.refused is not None]
 
     def _to_dict(self) -> dict[str, Json]:
-        warnings.warn("use the attributes of the trace; it stops being a mapping in 0.2.0", DeprecationWarning, 3)
+        warnings.warn(
+            "traces stop being mappings in turngate 0.2.0; use their attributes, such as trace.nodes",
+            DeprecationWarning,
+            3,
+        )
         return msgspec.json.decode(msgspec.json.encode(self, enc_hook=encode_array), type=dict[str, Json])
 
 

@@ -57,13 +57,21 @@ class InvalidReply(TurngateError):
     kind = "gateway_reply_invalid"
 
 
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as http://[
+        return False
+
+
 class GatewayTransport:
     """Sends requests to one gateway. Use it as an async context manager."""
 
     def __init__(self, url: str, admin_key: str, project: str = "") -> None:
         """`admin_key` is the admin key or the key of a project. With the admin key, `project` is the project to act on."""
         reject_credentials(url, "gateway", f"set the key in {ADMIN_KEY} instead")
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        if not _is_http_url(url):
             raise ConfigError(
                 f"gateway: {url!r} is not an http(s) URL; pass a URL such as http://127.0.0.1:8700", param="gateway"
             )

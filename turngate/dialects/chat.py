@@ -173,10 +173,8 @@ class Chat:
     def decode(self, wire: WireRequest) -> Call:
         try:
             request = _request.decode(wire.body)
-        except msgspec.ValidationError as error:
-            raise body_error(error) from None
         except DECODE_ERRORS as error:
-            raise BadRequest(f"The body is not valid JSON: {error}") from None
+            raise body_error(error) from None
         _refuse_unsupported(request)
         if not request.messages:
             raise BadRequest("messages must contain at least one message", param="messages")

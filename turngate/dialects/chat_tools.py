@@ -91,7 +91,7 @@ def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
     definition = wire.get(kind)
     name = definition.get("name") if isinstance(definition, dict) else None
     if not isinstance(name, str) or not name:
-        raise BadRequest(f"{where}.{kind}.name is missing", param=f"{where}.{kind}.name")
+        raise BadRequest(f"{where}.{kind}.name is missing or is not a string", param=f"{where}.{kind}.name")
     if kind == "custom":
         return _decode_custom_tool(wire["custom"], name, f"{where}.custom")
     return Tool(name, require_shallow(wire, where))
@@ -168,7 +168,7 @@ def _decode_allowed_tools(
             case _:
                 raise field_error(
                     f"tool_choice.allowed_tools.tools[{n}]",
-                    "must name one of the tools, as {'type': 'function', 'function': {'name': …}} or "
+                    "must name one of the request's tools, as {'type': 'function', 'function': {'name': …}} or "
                     "{'type': 'custom', 'custom': {'name': …}}",
                 )
     if mode == "required":

@@ -116,10 +116,8 @@ class Messages:
     def decode(self, wire: WireRequest) -> Call:
         try:
             request = _request.decode(wire.body)
-        except msgspec.ValidationError as error:
-            raise body_error(error) from None
         except DECODE_ERRORS as error:
-            raise BadRequest(f"The body is not valid JSON: {error}") from None
+            raise body_error(error) from None
         _refuse_unsupported(request)
         tools = (
             MessagesTools(bytes(request.tools)) if is_given(request.tools) and bytes(request.tools) != b"[]" else None

@@ -78,6 +78,7 @@ class _WireTool(msgspec.Struct):
 _messages = msgspec.json.Decoder(list[_WireMessage])
 _role_only = msgspec.json.Decoder(_RoleOnly)
 _tools = msgspec.json.Decoder(list[_WireTool])
+_tool = msgspec.json.Decoder(_WireTool)
 
 
 class MessagesHistory:
@@ -147,7 +148,7 @@ class MessagesHistory:
         try:
             wires = _messages.decode(b"[" + self.raws[index] + b"]")
         except DECODE_ERRORS as error:
-            where = places[_find_item(error)]
+            where = places[_find_item(error) or 0]
             raise BadRequest(f"{where}: {_describe_item_error(error)}", param=where) from None
         blocks = [
             (block, f"{where}.content.{m}")
@@ -178,9 +179,8 @@ class MessagesTools:
         return tuple(tool for tool, deferred in self._all().values() if not deferred)
 
     def find(self, name: str, where: str) -> Tool:
-        """Return the tool with this name, or the first tool if the name is empty. Raise BadRequest if there is no such tool."""
-        tools = self._all()
-        found = tools.get(name) if name else next(iter(tools.values()), None)
+        """Return the tool with this name. Raise BadRequest if there is no such tool."""
+        found = self._all().get(name)
         if found is None:
             raise BadRequest(f"{where} refers to {name!r}, which is not one of the tools", param=where)
         return found[0]
@@ -191,7 +191,9 @@ class MessagesTools:
             try:
                 wires = _tools.decode(self.raw)
             except DECODE_ERRORS as error:
-                raise BadRequest(f"tools: {_describe_item_error(error)}", param="tools") from None
+                item = _find_item(error)
+                where = "tools" if item is None else f"tools.{item}"
+                raise BadRequest(f"{where}: {_describe_item_error(error)}", param=where) from None
             known: dict[str, tuple[Tool, bool]] = {}
             for n, wire in enumerate(wires):
                 if wire.name in known:
@@ -201,10 +203,10 @@ class MessagesTools:
         return self._known
 
 
-def _find_item(error: Exception) -> int:
-    """Return the index of the item that a decoding error is about, or 0 if the error does not name an item."""
+def _find_item(error: Exception) -> int | None:
+    """Return the index of the item that a decoding error is about, or None if the error does not name an item."""
     found = re.match(r"\[(\d+)\]", describe_error(error))
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else None
 
 
 def _describe_item_error(error: Exception) -> str:
@@ -324,12 +326,15 @@ def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
             case _Block(type="text"):
                 texts.append(block.text or "")
             case _Block(type="tool_reference"):
-                texts.append(_describe_tool(block.tool_name or "", tools, where))
-            case _Block(type="tool_addition", tool=_ToolChange(type="tool_reference", name=name)):
-                texts.append(_describe_tool(name, tools, where))
+                name = _require_name(block.tool_name, f"{where}.tool_name")
+                texts.append(_announce_tool(name, tools, where))
+            case _Block(type="tool_addition", tool=_ToolChange(type="tool_reference", name=added)):
+                name = _require_name(added, f"{where}.tool.name")
+                texts.append(_announce_tool(name, tools, where))
             case _Block(type="tool_addition", tool=_ToolChange(type="tool_definition", definition=raw)):
-                texts.append(_describe_tool("", MessagesTools(b"[" + bytes(raw) + b"]"), where))
-            case _Block(type="tool_removal", tool=_ToolChange(type="tool_reference", name=name)):
+                texts.append(_describe_tool(_decode_definition(raw, f"{where}.tool.definition")))
+            case _Block(type="tool_removal", tool=_ToolChange(type="tool_reference", name=removed)):
+                name = _require_name(removed, f"{where}.tool.name")
                 texts.append(f"The tool {name} is no longer available.")
             case _:
                 texts.append(placeholder(block.type, bytes(block.source)))
@@ -337,19 +342,36 @@ def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
     return "\n".join(text for text in texts if text), unsupported
 
 
-def _describe_tool(name: str, tools: MessagesTools | None, where: str) -> str:
+def _require_name(name: str | None, where: str) -> str:
+    if not name:
+        raise BadRequest(f"{where} is missing", param=where)
+    return name
+
+
+def _announce_tool(name: str, tools: MessagesTools | None, where: str) -> str:
+    """Return the text for a tool that a message refers to. Stored messages are decoded without the tools."""
+    return f"The tool {name} is available now." if tools is None else _describe_tool(tools.find(name, where))
+
+
+def _describe_tool(tool: Tool) -> str:
     """Return the text that declares a tool in the middle of a conversation."""
-    if tools is None:
-        return f"The tool {name} is available now."
-    tool = tools.find(name, where)
     return f"<function>{json.dumps(tool.wire['function'], ensure_ascii=False)}</function>"
+
+
+def _decode_definition(raw: bytes | msgspec.Raw, where: str) -> Tool:
+    """Decode a tool that a message defines."""
+    try:
+        wire = _tool.decode(raw)
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
+    return _decode_tool(wire, where)
 
 
 def _decode_tool(wire: _WireTool, where: str) -> Tool:
     if wire.type not in (None, "custom"):
         raise BadRequest(
-            f"{where}.type: tools of type {wire.type!r} are not supported, because they are built into Anthropic's own models or "
-            "run on its servers; remove the tool, or declare your own tool with a name and an input_schema",
+            f"{where}.type: tools of type {wire.type!r} are not supported (Anthropic's built-in tools need Anthropic's own models or "
+            "servers); remove the tool, or declare a tool of type 'custom' with a name and an input_schema",
             param=f"{where}.type",
         )
     if not wire.name:

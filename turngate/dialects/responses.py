@@ -17,7 +17,7 @@ from turngate.dialects.base import EarlierReply, Route, WireRequest
 from turngate.dialects.openai import FORWARDED_HEADERS, OpenAIErrorBody, encode_model, encode_model_list, error_body
 from turngate.dialects.responses_history import ResponsesHistory
 from turngate.dialects.responses_reply import OfferedTools, ResponsesReplyOptions, ResponsesStream, error_message
-from turngate.dialects.responses_tools import ResponsesTools, flat_name, is_ignored
+from turngate.dialects.responses_tools import SEARCH, ResponsesTools, flat_name, is_ignored
 from turngate.dialects.wire import (
     ABSENT,
     DECODE_ERRORS,
@@ -121,10 +121,8 @@ class Responses:
     def decode(self, wire: WireRequest) -> Call:
         try:
             request = _request.decode(wire.body)
-        except msgspec.ValidationError as error:
-            raise body_error(error) from None
         except DECODE_ERRORS as error:
-            raise BadRequest(f"The body is not valid JSON: {error}") from None
+            raise body_error(error) from None
         _refuse_unsupported(request)
         if request.generate is False and not wire.over_socket:
             raise field_error("generate", "can be false only over a WebSocket; leave it out")
@@ -260,7 +258,8 @@ def _decode_history(request: ResponsesRequest, wire: WireRequest, previous: Earl
             [*before, *own], instructions, previous.history, earlier=wire.earlier, offset=len(before)
         )
     if not history.raws and request.generate is not False:
-        raise field_error("input", "must contain at least one item")
+        other = " that is not of type 'additional_tools'; add a message" if history.items else ""
+        raise field_error("input", f"must contain at least one item{other}")
     return history
 
 
@@ -336,14 +335,22 @@ def _decode_tool_choice(
         case {"type": "function" | "custom", "name": str(name)}:
             return require_tool(_require_tools(tools), flat_name(choice.get("namespace"), name), "tool_choice"), tools
         case {"type": "tool_search"}:
-            return require_tool(_require_tools(tools), "tool_search", "tool_choice"), tools
+            declared = _require_tools(tools)
+            if not any(tool.name == SEARCH for tool in declared):
+                raise field_error(
+                    "tool_choice",
+                    "needs a tool_search tool with execution 'client'; other tool_search tools are ignored, because the model already "
+                    "sees all tools; set execution, choose another tool, or leave tool_choice out",
+                )
+            return require_tool(declared, SEARCH, "tool_choice"), tools
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(entries)}:
             names = _read_allowed_names(entries)
             allowed = [tool for tool in _require_tools(tools) if tool.name in names]
             if mode == "required":
                 if not allowed:
                     raise field_error(
-                        "tool_choice.tools", "must name at least one of the tools, because mode is 'required'"
+                        "tool_choice.tools",
+                        "must name at least one of the tools that the gateway supports, because mode is 'required'",
                     )
                 return require_any_tool(allowed, parallel=parallel), tools
             # Hiding a tool is the only way to keep the model from calling it.

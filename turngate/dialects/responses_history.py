@@ -206,7 +206,7 @@ class ResponsesHistory:
             where = self._place(n)
             raise ItemNotFound(
                 f"{where}: no item with id {item_id!r} is stored in this session (items of responses with store=false are not "
-                "stored); send the item itself",
+                "stored); send the item itself, with its type or role",
                 param=where,
             )
         named.add(item_id)

@@ -10,7 +10,7 @@ import orjson
 
 from turngate.dialects.openai import error_body
 from turngate.dialects.responses_reply import error_message
-from turngate.dialects.wire import DECODE_ERRORS, describe_error, error_field, field_error
+from turngate.dialects.wire import DECODE_ERRORS, body_error, field_error
 from turngate.errors import BadRequest, TurngateError
 
 MAX_LANES = 32  # per connection, as in OpenAI's API
@@ -40,10 +40,8 @@ _event = msgspec.json.Decoder(SocketEvent)
 def decode_event(raw: bytes) -> SocketEvent:
     try:
         event = _event.decode(raw)
-    except msgspec.ValidationError as error:
-        raise BadRequest(describe_error(error), param=error_field(error)) from None
     except DECODE_ERRORS as error:
-        raise BadRequest(f"The event is not valid JSON: {error}") from None
+        raise body_error(error, "The event") from None
     if not event.type:
         raise field_error("type", "is not specified; it must be 'response.create'")
     if event.type != "response.create":

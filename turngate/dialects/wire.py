@@ -67,6 +67,8 @@ def is_given(raw: msgspec.Raw) -> bool:
 
 def describe_error(error: Exception) -> str:
     """Return msgspec's message with the field's name first, such as "max_tokens: Expected `int | null`, got `str`"."""
+    if isinstance(error, RecursionError):
+        return f"nested too deeply; use fewer than {_MAX_DEPTH} levels"
     text = str(error)
     found = re.search(r" - at `\$?\.?(.*)`$", text)
     return f"{found[1]}: {text[: found.start()]}" if found else text
@@ -77,10 +79,15 @@ def error_field(error: msgspec.DecodeError) -> str | None:
     return found[1] if found else None
 
 
-def body_error(error: msgspec.ValidationError) -> BadRequest:
-    """Build the error for a body that is not a JSON object, or that has a field of the wrong type."""
-    field, problem = error_field(error), describe_error(error)
-    return BadRequest(problem if field else f"The body must be a JSON object: {problem}", param=field)
+def body_error(error: Exception, subject: str = "The body") -> BadRequest:
+    """Build the error for a body that is not a JSON object, has a field of the wrong type, or is nested too deeply."""
+    problem = describe_error(error)
+    if isinstance(error, RecursionError):
+        return BadRequest(f"{subject} is {problem}")
+    if not isinstance(error, msgspec.ValidationError):
+        return BadRequest(f"{subject} is not valid JSON: {problem}")
+    field = error_field(error)
+    return BadRequest(problem if field else f"{subject} must be a JSON object: {problem}", param=field)
 
 
 def field_error(field: str, problem: str) -> BadRequest:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
-from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -22,6 +21,7 @@ from turngate.types import ID_DTYPE, NEUTRAL, Message, Sampling
 _MAX_TOKENS = 4
 _CERTAIN = -1e-3  # a higher log-probability is treated as 0
 _SKEW_S = 5.0
+_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # that the local engine reads
 _PROMPT = (Message("user", "Say any word."),)
 
 
@@ -52,9 +52,9 @@ def _check_local(folder: str) -> CheckOutcome:
         if find_spec(module) is None:
             return failure(f"local: {module} is not installed", "run: pip install 'turngate[local]'")
     path = find_tokenizer(folder)
-    if not (path / "config.json").is_file() or not list(Path(path).glob("*.safetensors")):
+    if not (path / "config.json").is_file() or not any((path / name).is_file() for name in _WEIGHT_FILES):
         return failure(
-            f"local: {path} lacks config.json or *.safetensors files",
+            f"local: {path} lacks {_WEIGHT_FILES[0]} (or {_WEIGHT_FILES[1]}) or config.json",
             "set --model-folder to the model's folder",
         )
     return ok(f"local: {path} contains a model, which the gateway loads when it starts")
@@ -111,7 +111,7 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
         # An untrained model may sample the padding ids of its embedding table, which the tokenizer lacks.
         return warning(
             f"{name}: the engine sampled id {max(ids)}, but the tokenizer has only {renderer.tokenizer.vocab_size} ids",
-            "set --tokenizer to the folder of this model",
+            "set --tokenizer to the folder of the model that the engine serves; if it already is, the model sampled a padding id",
         )
     if prompt is not None and not prompt:
         return failure(
@@ -207,7 +207,7 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
             "so they are correct only at temperature 1 without truncation",
             "start vLLM with --logprobs-mode processed_logprobs"
             if name.startswith("vllm")
-            else "use temperature 1 without truncation",
+            else 'set temperature 1 in the session setting sampling, and keep bias at its default "neutral"',
         )
     return warning(
         f"{name}: log-probabilities are computed after temperature but before truncation, "

@@ -122,7 +122,7 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
     if not trained or not known:
         return warning(
             "a call succeeded, but its tokens cannot be used for training",
-            "to find the reason, run: turngate doctor --engine …",
+            "to find the reason, run turngate doctor on the gateway's machine, with the gateway's settings and without --gateway",
         )
     return ok(f"a call took {took:.2f} s; trainable tokens: {trained}; the call's session was deleted")
 
@@ -186,7 +186,7 @@ def _check_loop_lag(text: str) -> CheckOutcome:
     message = f"workers: {workers:.0f}, open sessions: {open_now:.0f}, event loop late in {late:.0f} of {measured:.0f} measurements"
     if late > max(3.0, _MAX_LATE * measured):
         return warning(
-            message, "give the gateway more CPU: start it with --workers, or on dedicated cores (docs/workers.md)"
+            message, "give the gateway more CPU: increase --workers (docs/workers.md), or reserve cores for the gateway"
         )
     return ok(message)
 

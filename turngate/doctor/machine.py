@@ -265,7 +265,7 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
         fix = (
             f"set {METRICS_KEY} to at least 16 characters"
             if error.param == METRICS_KEY
-            else "run chmod 600 on the file if other users can access it; otherwise, delete it to get a new key"
+            else "run chmod 600 on the file if other users can access it; otherwise, delete it; a new key is created at the next start"
             if error.param == "data"
             else "correct the environment variable, or the file that it names"
         )
@@ -273,7 +273,12 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
     file = folder / "admin-key"
     status = file.stat()
     if status.st_uid != os.getuid():
-        return [warning(f"{file} belongs to a different user", "start the gateway as that user, or delete the file")]
+        return [
+            warning(
+                f"{file} belongs to a different user",
+                "start the gateway as that user, or delete the file to get a new key",
+            )
+        ]
     return [ok(f"{file}, mode {stat.S_IMODE(status.st_mode):04o}{metrics}")]
 
 

@@ -57,10 +57,11 @@ def _check_certificate(renderer: Renderer, certificate: Certificate, encoder: st
         if certificate.renderer == TEMPLATE_RENDERER
         else "to derive the bridge from the chat template, set --family template"
     )
+    family = certificate.renderer.removeprefix("family:")
     extent = "certified only in part" if certificate.certified else "not certified"
     return warning(
         f"{renderer.tokenizer.folder}: {extent}; {certificate.explain_uncertified()}",
-        f"to see the differences token by token, run: turngate certify FOLDER; {other}",
+        f"to see the differences token by token, run: turngate certify FOLDER --family {family}; {other}",
     )
 
 

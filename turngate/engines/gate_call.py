@@ -158,7 +158,7 @@ def to_arrays(
         scores = None if logprobs is None else np.asarray(logprobs)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor that requires gradients or is on a GPU
         raise BadRequest(
-            f"ids or logprobs cannot be converted to an array ({error}); pass lists, or arrays on the CPU"
+            f"ids or logprobs cannot be converted to an array ({error}); pass flat lists, or arrays on the CPU"
         ) from None
     if id_array.ndim != 1 or (id_array.dtype.kind not in "iu" and id_array.size):
         raise BadRequest(

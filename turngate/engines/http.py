@@ -25,6 +25,7 @@ from turngate.errors import (
     EngineBusy,
     EngineError,
     EngineRejected,
+    EngineRouteMissing,
     EngineTimeout,
     EngineUnavailable,
     TurngateError,
@@ -109,7 +110,9 @@ def error_from_status(engine: str, status: int, message: str, evidence: str = ""
     if status in (408, 504):
         return EngineTimeout(text)
     if 400 <= status < 500:
-        return parse_overflow(text, words) if _OVERFLOW.search(words) else EngineRejected(text)
+        if _OVERFLOW.search(words):
+            return parse_overflow(text, words)
+        return EngineRouteMissing(text) if status in (404, 405) else EngineRejected(text)
     if status in (502, 503):
         return EngineBusy(text) if _BUSY.search(words) else EngineUnavailable(text)
     return EngineUnavailable(text) if _DYING.search(words) else EngineError(text)

@@ -520,7 +520,9 @@ def _parse_finish(name: str, reason: str) -> Literal["stop", "length", "abort"]:
 
 
 def _make_no_ids_error(name: str) -> EngineError:
-    return EngineError(f"{name} sent no token ids; use a vLLM version that supports return_tokens_as_token_ids")
+    return EngineError(
+        f"{name} sent no token ids; use a vLLM version that supports return_token_ids and return_tokens_as_token_ids"
+    )
 
 
 def _prompt(event: _Event) -> list[int] | None:

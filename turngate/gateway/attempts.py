@@ -48,7 +48,7 @@ class Attempts:
             config = session.config
             raise Conflict(
                 f"attempt {config.attempt} of rollout {config.rollout!r} is superseded in the shared store, so it must not "
-                "run; to list the rollout's attempts, send GET /admin/attempts to the gateway on the shared store",
+                "run; to list the rollout's attempts, send GET /admin/attempts?rollout=NAME to the gateway on the shared store",
                 param="attempt",
             )
 

@@ -245,7 +245,8 @@ class Feeds:
             raise self._not_the_reader(name)
         if report.number > row.handed:
             raise Conflict(
-                f"number {report.number} was never handed out; the highest number that feed {name!r} handed out is {row.handed}",
+                f"number {report.number} was never handed out; the highest number that feed {name!r} handed out is "
+                f"{row.handed}{_RESTORED_HINT}",
                 param="number",
             )
         alarms = find_alarms(report.lags, self._limits)

@@ -168,11 +168,13 @@ class Projects:
         """Add an audit entry for an action that does not change a project or a key."""
         self._audit.add(NewAuditEntry(caller.actor, project, action, subject, details))
 
-    def list_entries(self, caller: Caller, project: str = "", after: int = 0, limit: int = 100) -> list[AuditEntry]:
+    def list_entries(
+        self, caller: Caller, project: str = "", after: int = 0, limit: int = 100, *, newest: bool = False
+    ) -> list[AuditEntry]:
         wanted = project or caller.project
         if wanted:
             caller.require_project(wanted)
-        return self._audit.page(project=wanted or None, after=after, limit=limit)
+        return self._audit.page(project=wanted or None, after=after, limit=limit, newest=newest)
 
     def _require_writable(self) -> None:
         if self._read_only:

@@ -157,8 +157,8 @@ class SessionReplies:
             self._read_bytes += sum(map(len, items))
             if self._read_bytes > self._max_bytes:
                 raise TooLarge(
-                    f"input: its items refer to responses with more than {self._max_bytes} bytes of items (the limit is set by "
-                    "max_body_mb); send the items themselves, or continue with previous_response_id",
+                    f"input: the responses that its item references refer to have more than {self._max_bytes} bytes (the limit is set by "
+                    "max_body_mb); send the referenced items themselves, or continue with previous_response_id",
                     param="input",
                 )
             known = self._parts[reply_id, part] = index_items(items)

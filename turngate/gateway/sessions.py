@@ -137,7 +137,8 @@ class Sessions:
             )
         if config.max_tokens is not None and config.max_tokens < 1:
             raise BadRequest(
-                f"max_tokens must be 1 or more, not {config.max_tokens}; leave it out for no limit", param="max_tokens"
+                f"max_tokens must be 1 or more, not {config.max_tokens}; leave it out to use the agent's value",
+                param="max_tokens",
             )
         try:
             msgspec.convert(config.sampling, Sampling)

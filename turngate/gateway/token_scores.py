@@ -17,14 +17,14 @@ def require_shown_logprobs(session: Session, call: Call) -> None:
     """Raise `BadRequest` if the agent requests log-probabilities, but the session does not show them or its mode does not support them."""
     if call.top_logprobs is None:
         return
+    if session.config.mode == "observe":
+        raise BadRequest("logprobs is not supported in observe mode; leave it out", param="logprobs")
     if not session.config.show_logprobs:
         raise BadRequest(
             "logprobs is not allowed: the gateway records log-probabilities but does not show them to this session's agent; "
             "leave logprobs out, or open the session with show_logprobs",
             param="logprobs",
         )
-    if session.config.mode == "observe":
-        raise BadRequest("logprobs is not supported in observe mode; leave it out", param="logprobs")
 
 
 def score_tokens(

@@ -131,11 +131,8 @@ class TurnPipeline:
         self.admit(session, call)
         if session.config.mode == "observe":
             return await self._require_relay().count(self._build_relay_request(session, call, None, {}))
-        if self._renderer is None:
-            raise Conflict(
-                "this gateway has no engine for exact sessions; open a session with a mode that it serves, such as 'observe'"
-            )
-        return len((await self._prompts.build(session, call, self._renderer)).ids)
+        renderer, _ = self._require_engine(session)
+        return len((await self._prompts.build(session, call, renderer)).ids)
 
     def model_name(self, session: Session, call: Call) -> str:
         """Return the model name that the session or the gateway sets, or else the name that the agent sent."""
@@ -147,16 +144,21 @@ class TurnPipeline:
     def admit(self, session: Session, call: Call) -> None:
         """Raise an error if the session or the gateway cannot serve this call. Limits are checked later, when the turn starts."""
         session.require_open()
+        if session.config.mode == "observe":
+            self._require_relay()
+        else:
+            self._require_engine(session)
         if session.vocabulary != self._settings.vocabulary:
             raise Conflict(
-                "this session was recorded with a different tokenizer; restart the gateway with that tokenizer, or open a new session"
+                "the gateway's tokenizer has changed since this session was opened; restart the gateway with "
+                "its earlier settings, or open a new session"
             )
         session.last_used = clock.now()
         names = (session.config.model,) if session.config.model else self._settings.models
         if names and call.model and call.model not in names and not is_model_alias(session.config.signals, call.model):
             raise NotFound(
-                f"model {call.model[:200]!r} does not exist; this session serves {', '.join(names)}; to serve this name too, add it "
-                "to models in [signals] of the agent's file, or to signals.models in the session's settings",
+                f"model {call.model[:200]!r} does not exist; this session serves {', '.join(names)}; to accept the requested name "
+                "too, add it to models in [signals] of the agent's file, or to signals.models in the session's settings",
                 param="model",
             )
         require_shown_logprobs(session, call)
@@ -238,17 +240,22 @@ class TurnPipeline:
 
     # ── exact mode ──────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _require_engine(self, session: Session) -> tuple[Renderer, Engine]:
+        """Return the renderer and the engine. Raise `Conflict` if they do not serve the session's mode."""
+        mode = session.config.mode
+        if self._renderer is None or self._engine is None:
+            raise Conflict(
+                f"this gateway has no engine for {mode} sessions; open a session with a mode that it serves, such as 'observe'"
+            )
+        if mode != self._settings.mode:
+            raise Conflict(
+                f"this session has mode {mode!r}, but this gateway's engine serves mode {self._settings.mode!r}; open a session "
+                f"with mode {self._settings.mode!r}"
+            )
+        return self._renderer, self._engine
+
     async def _run_exact(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
-        renderer, engine = self._renderer, self._engine
-        if renderer is None or engine is None:
-            raise Conflict(
-                "this gateway has no engine for exact sessions; open a session with a mode that it serves, such as 'observe'"
-            )
-        if session.config.mode != self._settings.mode:
-            raise Conflict(
-                f"this session has mode {session.config.mode!r}, but this gateway's engine serves mode {self._settings.mode!r}; open "
-                f"a session with mode {self._settings.mode!r}"
-            )
+        renderer, engine = self._require_engine(session)
         prompt = await self._prompts.build(session, call, renderer)
         self._require_fitting(session, len(prompt.ids))
         timing.prompt_usage = Usage(len(prompt.ids), 0)

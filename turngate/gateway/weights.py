@@ -138,7 +138,9 @@ class WeightUpdates:
         await self._fence.pause("hold")
         left = until - time.time()
         if left <= 0:  # this includes an unfinished update by the gateway itself, which no trainer will resume
-            log.warning("calls were held when the gateway stopped, and the pause has expired; resuming them")
+            log.warning(
+                "calls were held when the gateway stopped, by a pause that has expired or a load that did not finish; resuming them"
+            )
             self._timer = asyncio.create_task(self._keep_opening(expired=True))
             return
         self._announce_pause("keep" if self._replicas.is_frozen else "hold", restarted=True)
@@ -374,7 +376,8 @@ class WeightUpdates:
         except TimeoutError:
             await self._restore(*snapshot)
             raise EngineTimeout(
-                f"calls in flight did not end within {limit_s:g} s, so nothing was loaded; use mode 'keep', or a longer limit_s"
+                f"calls in flight did not end within {limit_s:g} s, so nothing was loaded; use a longer limit_s, or mode 'keep' (not "
+                "possible if a whole model replaces an adapter)"
             ) from None
         except TurngateError:
             await self._restore(*snapshot)

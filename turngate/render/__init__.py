@@ -88,7 +88,7 @@ def find_tokenizer(name: str) -> Path:
     )
     if not snapshots:
         raise ConfigError(
-            f"tokenizer: {name!r} is neither a folder nor a model in the local Hugging Face cache ({hub}); "
+            f"tokenizer: {name!r} is neither a folder nor a model with a tokenizer.json in the local Hugging Face cache ({hub}); "
             f"pass a folder, or download the model with `hf download {shlex.quote(name)}`",
             param="tokenizer",
         )

@@ -160,9 +160,16 @@ class FamilyRenderer:
         values = {"thinking_retention": "all", **kwargs}
         try:
             return create_renderer(self.tokenizer, type(config)(**values))
-        except ValueError as error:  # includes pydantic's ValidationError
+        except (
+            Exception
+        ) as error:  # the package raises many kinds, such as AssertionError if the tokenizer lacks a special token
+            if not kwargs:
+                raise ConfigError(
+                    f"family: the renderer {self.name} does not fit the model's tokenizer: {error}; choose another family, or 'template'",
+                    param="family",
+                ) from error
             raise BadRequest(
-                f"chat_template_kwargs: the renderer {self.name} does not accept {sorted(kwargs)}: {error}",
+                f"chat_template_kwargs: the renderer {self.name} cannot be created with {', '.join(sorted(kwargs))}: {error}",
                 param="chat_template_kwargs",
             ) from error
 

@@ -272,9 +272,14 @@ class Ledger:
 def _lock(fd: int, folder: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(
             f"out: a batch is already running in {folder}; wait until it ends, or choose a different folder",
+            param="out",
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"out: {folder} cannot be locked ({error.strerror}); choose a folder on a file system that supports locks",
             param="out",
         ) from None
 

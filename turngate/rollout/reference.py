@@ -108,7 +108,9 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
     """
     is_required = config.script == REFERENCE_SCRIPT
     if is_required and config.engine != "scripted":
-        raise _script_error(f"the engine is {config.engine}; remove --engine to use the scripted engine")
+        raise _script_error(
+            f"the engine is {config.engine}; remove --script, or remove --engine and --engine-url to use the scripted engine"
+        )
     may_replay = is_required or (not config.script and task.grader is not None)
     if config.engine != "scripted" or not may_replay:
         return ReferenceReplay(task.instruction, agent)

@@ -245,8 +245,8 @@ def _check_folders(spec: SandboxSpec) -> None:
         first, *rest = PurePosixPath(folder).parts
         if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:
             raise SandboxError(
-                f"{folder} cannot be a folder of a bubblewrap sandbox; choose an absolute path, such as {WORKDIR}, that is not in a system "
-                "folder"
+                f"{folder} cannot be a folder of a bubblewrap sandbox; choose an absolute path without '..' outside system folders, such "
+                f"as {WORKDIR}"
             )
 
 

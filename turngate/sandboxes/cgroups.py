@@ -51,7 +51,7 @@ def apply_limits(name: str, limits: Resources, processes: Iterable[int], mount: 
             for process in processes:
                 (group / "cgroup.procs").write_text(str(process))
     except OSError as error:
-        raise SandboxError(f"cannot set the resource limits: {error.filename}: {error.strerror}") from error
+        raise SandboxError(f"cannot set the resource limits in {error.filename or mount}: {error.strerror}") from error
 
 
 def remove_group(name: str, mount: Path = MOUNT) -> None:

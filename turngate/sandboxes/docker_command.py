@@ -17,7 +17,7 @@ async def run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STE
     """Run a docker command and return its output. Raise `SandboxError` if it fails."""
     code, out, err = await try_docker(*arguments, stdin=stdin, timeout_s=timeout_s)
     if code:
-        raise SandboxError(f"docker {arguments[0]} failed: {err.strip()[-500:] or f'exit code {code}'}")
+        raise SandboxError(f"`docker {arguments[0]}` failed: {err.strip()[-500:] or f'exit code {code}'}")
     return out
 
 
@@ -37,7 +37,7 @@ async def try_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STE
     try:
         out, err = await asyncio.wait_for(process.communicate(stdin), timeout_s)
     except TimeoutError as error:
-        raise SandboxError(f"docker {arguments[0]} took longer than {timeout_s:.0f} s") from error
+        raise SandboxError(f"`docker {arguments[0]}` took longer than {timeout_s:.0f} s") from error
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):

@@ -53,12 +53,12 @@ def _private_root(root: Path | None) -> Path:
         status = root.lstat()
     except OSError as error:
         raise SandboxError(
-            f"cannot create the folder for sandboxes: {error}; make its parent folder writable, or set TMPDIR to another folder"
+            f"cannot create the folder for sandboxes: {error}; check its parent folder, or set TMPDIR to another folder"
         ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise SandboxError(
-            f"{root} must be a private folder (mode 700, not a link) owned by this user; run `chmod 700 {root}`, or set TMPDIR to "
-            "another folder"
+            f"{root} must be a private folder (mode 700, not a link) owned by this user; run `chmod 700 {root}` if only its mode is "
+            "wrong, or set TMPDIR to another folder"
         )
     return root
 

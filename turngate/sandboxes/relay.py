@@ -169,7 +169,7 @@ class ClientConnection:
             raise RequestRefused(400, "not an HTTP/1.1 request")
         method, path, version = words
         if not PATH.match(path):
-            raise RequestRefused(400, "the request target must be a path")
+            raise RequestRefused(400, "the request target must be a path in visible ASCII characters")
         if [name for name, _ in headers].count("host") > 1:
             raise RequestRefused(400, "the request has more than one host header")
         length = body_length(headers, limit := self._relay.body_limit)

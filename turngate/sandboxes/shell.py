@@ -363,9 +363,11 @@ class ShellSandbox:
             try:
                 await self._connection.renew(min(self._connection.lease_s, remaining))
             except RequestLost as error:
-                log.warning("could not renew the lease of sandbox %s, retrying: %s", self.id, error)
+                log.warning("could not renew the lease of sandbox %s: %s; retrying", self.id, error)
             except SandboxError as error:
-                log.warning("could not renew the lease of sandbox %s, so the sandbox will end: %s", self.id, error)
+                log.warning(
+                    "could not renew the lease of sandbox %s: %s; not retrying, so the sandbox will end", self.id, error
+                )
                 return
             await asyncio.sleep(min(pause, self._ends - time.monotonic()))
         with suppress(SandboxError):

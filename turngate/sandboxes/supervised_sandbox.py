@@ -115,7 +115,8 @@ class SupervisedSandbox(PosixSandbox):
             self._control.theirs.close()
         if not await self._control.wait_until_ready():
             reason = (await asyncio.to_thread(log.read_text, errors="replace")).strip()[-500:]
-            raise SandboxError(f"the sandbox did not start: {reason or f'no response within {START_S:.0f} s'}")
+            silent = f"its supervisor exited without a message, or was not ready within {START_S:.0f} s"
+            raise SandboxError(f"the sandbox did not start: {reason or silent}")
         self._spec = spec
         first = self._process.pid  # only bwrap and the supervisor are running at this point
         self._limit([first, *supervisor.descendants(first)])

@@ -383,4 +383,4 @@ def count_plain(reason: str) -> None:
     """Count a plain start by its reason. The first start with a given reason is logged."""
     counts[reason] += 1
     if counts[reason] == 1:
-        log.warning("an agent starts without a fork server: %s", reason)
+        log.warning("starting an agent without a fork server: %s", reason)

@@ -68,7 +68,11 @@ def local_url(listener: socket.socket) -> str:
     """Return the URL at which processes on this machine can reach the listener."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{_join(host, port)}"
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_port(config: ServeConfig) -> None:
@@ -104,7 +108,7 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 def _explain_bind_error(config: ServeConfig, error: OSError) -> ConfigError:
     return ConfigError(
-        f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose a different --port or --host",
+        f"cannot listen on {_join(config.host, config.port)}: {error.strerror}; choose a different --port or --host",
         param="port",
     )
 
@@ -117,7 +121,7 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
         managed = f"manages the {config.engine} engines of all cells" if config.has_pool else "manages no engines"
         engine = f"{managed} · open sessions at the cells' gateways"
     key = locate_admin_key(config.folder)
-    return f"turngate listens on http://{host}:{port} · {workers}{engine} · data {config.data_name} · the admin key is {key}"
+    return f"turngate listens on http://{_join(host, port)} · {workers}{engine} · data {config.data_name} · the admin key is {key}"
 
 
 def raise_file_limit() -> None:

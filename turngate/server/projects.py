@@ -66,11 +66,12 @@ class KeysQuery(msgspec.Struct, frozen=True):
 
 
 class AuditQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the number of the last entry on the previous page."""
+    """Query parameters. `after` is the number of the last entry on the previous page. With `newest`, the page is the last one."""
 
     project: str = ""
     after: Whole = 0
     limit: Whole = 100
+    newest: bool = False
 
 
 class ProjectRoutes:
@@ -139,9 +140,8 @@ class ProjectRoutes:
     async def audit(self, request: Request, query: AuditQuery) -> JsonReply[AuditPage]:
         """Read the audit log, oldest first."""
         limit = min(query.limit or 100, 1000)
-        return json_response(
-            AuditPage(self._projects.list_entries(_caller(request), query.project, query.after, limit))
-        )
+        entries = self._projects.list_entries(_caller(request), query.project, query.after, limit, newest=query.newest)
+        return json_response(AuditPage(entries))
 
 
 def _caller(request: Request) -> Caller:

@@ -254,8 +254,9 @@ def log_renderer(gateway: Gateway) -> None:
         )
         log.info("renderer %s, %s, %s encoder", renderer.name, verdict, "fast" if renderer.tokenizer.fast else "plain")
         if not certificate.passed:
-            folder = shlex.quote(str(renderer.tokenizer.folder))
-            log.warning("%s; for details, run: turngate certify %s", certificate.explain_uncertified(), folder)
+            folder, family = shlex.quote(str(renderer.tokenizer.folder)), certificate.renderer.removeprefix("family:")
+            command = f"turngate certify {folder} --family {family}"
+            log.warning("%s; for details, run: %s", certificate.explain_uncertified(), command)
         if isinstance(renderer, TemplateRenderer) and renderer.unused_template:
             log.warning("%s", renderer.unused_template)
         if certificate.unread:

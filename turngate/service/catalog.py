@@ -159,7 +159,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if self.kind.exact:
                 raise ConfigError(
                     f"{where} supports no mode: exact and gate mode need a tokenizer, and the other modes need exactly one URL, not "
-                    f"{len(self.urls)}; set tokenizer, or set url to one URL",
+                    f"{len(self.urls)}; set url to one URL or, for several replicas, set tokenizer",
                     param="tokenizer",
                 )
             raise ConfigError(
@@ -209,12 +209,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ).check()
 
     def why_not(self, mode: Mode) -> str:
-        """Return why the endpoint does not support a mode and, if possible, what to do instead."""
+        """Return why the endpoint does not support a mode."""
         has_mode = {"observe": self.kind.observe, "direct": self.kind.speaks}.get(mode)
         if has_mode and len(self.urls) != 1:
             return f"{mode} mode needs exactly one URL, and this endpoint has {len(self.urls)}"
         if mode == "direct" and self.key_env and self.kind.speaks:
-            return "direct mode never sends the endpoint's key; use observe mode"
+            return "direct mode never sends the endpoint's key"
         if mode in ("exact", "gate") and self.kind.exact:
             return f"{mode} mode needs a tokenizer"
         if mode in ("exact", "gate") and self.scheme != "gateway":
@@ -338,8 +338,8 @@ class Catalog:
         exact = [f"{host}:{port}"] + ([host] if port == _PORTS[scheme] else [])
         if not any(name in self._hosts for name in exact):
             raise BadRequest(
-                f"endpoint_url has the host {host}:{port}, which is not in this server's allowed_hosts; choose an endpoint from the "
-                "catalog",
+                f"endpoint_url has the host {host}:{port}, which is not in this server's allowed_hosts; omit endpoint_url, and "
+                "choose an endpoint from the catalog",
                 param="endpoint_url",
             )
         if scheme != "https" and host not in _LOOPBACK:

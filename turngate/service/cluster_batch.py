@@ -162,8 +162,9 @@ def _choose_endpoint(config: ServiceConfig, request: TaskRolloutRequest) -> Endp
     choice = Catalog(config.endpoints).choose(request.model_key, request.mode, request.thinking)
     if choice.endpoint.scheme == "gateway":
         raise BadRequest(
-            "'gateway' cannot be combined with 'cluster', because each node has its own gateway; pass model=KIND://MODEL@URL instead",
-            param="gateway",
+            "model must not be a gateway:// endpoint on a cluster, because each node has its own gateway; pass the endpoint "
+            "behind it, such as vllm://MODEL@URL",
+            param="model",
         )
     if choice.mode not in _MODES:
         raise BadRequest(f"mode must be {' or '.join(_MODES)} on a cluster, not {choice.mode}", param="mode")

@@ -144,7 +144,9 @@ class Forwarder:
     def _note_reply(self, status: int, error_body: bytes, is_generation: bool) -> None:
         """Record the status of a complete reply: an error, or a completed generation."""
         if status == 401:
-            needs_key = EngineError(f"{_ENDPOINT} requires a key, which direct mode never sends; use observe mode")
+            needs_key = EngineError(
+                f"{_ENDPOINT} requires a key, which direct mode never sends; use observe mode with an endpoint whose key_env is set"
+            )
             self._note_failure(needs_key, is_generation)
         elif status >= 400:
             text = error_body.decode("utf-8", "replace")

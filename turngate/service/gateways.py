@@ -104,14 +104,24 @@ class Gateways:
     async def _get_or_start(self, choice: EndpointChoice) -> GatewayConnection:
         gateway = self._running.get(choice.gateway_name)
         if gateway is None or gateway.task.done():  # not started yet, or it has failed
-            if sum(not running.task.done() for running in self._running.values()) >= MAX_GATEWAYS:
-                raise BadRequest(
-                    f"this endpoint needs a new gateway, but {MAX_GATEWAYS} gateways are already running; try again later",
-                    param="endpoint_url",
-                )
+            self._require_room(choice)
             gateway = _RunningGateway(choice, lambda own: self._keep_open(choice, own))
             self._running[choice.gateway_name] = gateway
         return await asyncio.shield(gateway.ready)
+
+    def _require_room(self, choice: EndpointChoice) -> None:
+        """Raise `BadRequest` if no more gateways may be started. The gateways of catalog endpoints run until the service stops."""
+        running = [gateway for gateway in self._running.values() if not gateway.task.done()]
+        if len(running) < MAX_GATEWAYS:
+            return
+        later = "try again when a rollout with its own endpoint_url has ended"
+        if not any(gateway.choice.is_custom for gateway in running):
+            later = "ask the operator to restart the service, which stops the gateways of unused endpoints"
+        raise BadRequest(
+            f"this endpoint needs a new gateway, but {MAX_GATEWAYS} gateways, the maximum, are already running; use an endpoint and mode "
+            f"that have a gateway, or {later}",
+            param="endpoint_url" if choice.is_custom else "model_key",
+        )
 
     async def delete_unused(self, needed: Collection[str]) -> None:
         """Delete the folders of gateways for callers' own endpoints. Keep those of gateways that are in use or named in `needed`."""

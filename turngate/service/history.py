@@ -59,7 +59,9 @@ class RolloutHistory:
             return unwritten[0]
         result = await asyncio.to_thread(self._storage.read_result, rollout)
         if result is None:
-            raise StoreError(f"the result file of rollout {rollout} no longer exists", param="rollout_id")
+            raise StoreError(
+                f"rollout {rollout} has no result file: it was deleted, or it could not be written", param="rollout_id"
+            )
         return result
 
     async def read_messages(self, rollout: str) -> list[ConversationMessage]:

@@ -230,7 +230,7 @@ def _check_common(request: AnyRequest) -> None:
     parse_sampling(request.sampling)
     if request.max_tokens_cap is not None and not 1 <= request.max_tokens_cap <= MAX_TOKENS:
         raise BadRequest(
-            f"max_tokens_cap must be between 1 and {MAX_TOKENS:,}, not {request.max_tokens_cap}; omit it for no cap",
+            f"max_tokens_cap must be between 1 and {MAX_TOKENS:,}, not {request.max_tokens_cap}; omit it to use the default",
             param="max_tokens_cap",
         )
     if not (math.isfinite(request.agent_timeout_s) and request.agent_timeout_s > 0):

@@ -189,11 +189,12 @@ def register_attempt(
         query = "SELECT session, state FROM attempts WHERE rollout=? AND attempt=?"
         known_as, state = db.execute(query, (rollout, attempt)).fetchone()
         newest = db.execute("SELECT MAX(attempt) FROM attempts WHERE rollout=?", (rollout,)).fetchone()[0]
+        advice = f"open attempt {newest + 1}, unless the rollout has an outcome that counts"
         if state == "superseded":
-            raise Conflict(f"{which} was superseded; open attempt {newest + 1}", param="attempt")
+            raise Conflict(f"{which} was superseded; {advice}", param="attempt")
         if state == "settled" and not known_as:
             raise Conflict(f"{which} {_PRUNED}", param="attempt")
-        raise Conflict(f"{which} already has session {known_as!r}; open attempt {newest + 1}", param="attempt")
+        raise Conflict(f"{which} already has session {known_as!r}; {advice}", param="attempt")
     supersede_attempts(db, "rollout=? AND attempt<? AND state!='settled'", (rollout, attempt))
     query = (
         "SELECT attempt, state FROM attempts WHERE rollout=? AND (attempt>? OR state='settled') ORDER BY attempt DESC"
@@ -204,7 +205,7 @@ def register_attempt(
                 f"rollout {rollout!r} already has an outcome, recorded by attempt {other}; do not run it again",
                 param="attempt",
             )
-        raise Conflict(f"{which} was superseded by attempt {other}", param="attempt")
+        raise Conflict(f"{which} was superseded by attempt {other}; open attempt {other + 1}", param="attempt")
 
 
 def settle_attempt(db: StoreConnection, session: str, outcome: bytes) -> bool:

@@ -69,20 +69,26 @@ class AuditTable:
         with self._writing() as db:
             insert_audit_entry(db, entry)
 
-    def page(self, *, project: str | None = None, after: int = 0, limit: int = 100) -> list[AuditEntry]:
+    def page(
+        self, *, project: str | None = None, after: int = 0, limit: int = 100, newest: bool = False
+    ) -> list[AuditEntry]:
         """Return up to `limit` entries of a project, or of all projects, with numbers above `after`, oldest first.
 
-        With `project`, the entries are numbered 1, 2, … within the project. Numbers with gaps would show the project's members how active
-        other projects are.
+        If there are more than `limit`, return the oldest, or with `newest` the newest. With `project`, the entries are numbered 1, 2, …
+        within the project. Numbers with gaps would show the project's members how active other projects are.
         """
         if not self._has_tables:
             return []
         columns = "at, actor, project, action, subject, CAST(details AS BLOB)"
         with self._reading() as db:
             if project is None:
-                query = f"SELECT number, {columns} FROM audit WHERE number>? ORDER BY number LIMIT ?"
-                rows = db.execute(query, (after, limit)).fetchall()
+                order = "DESC" if newest else "ASC"
+                query = f"SELECT number, {columns} FROM audit WHERE number>? ORDER BY number {order} LIMIT ?"
+                rows = sorted(db.execute(query, (after, limit)).fetchall(), key=lambda row: row[0])
             else:
+                if newest:
+                    (count,) = db.execute("SELECT count(*) FROM audit WHERE project=?", (project,)).fetchone()
+                    after = max(after, count - limit)
                 query = f"SELECT {columns} FROM audit WHERE project=? ORDER BY number LIMIT ? OFFSET ?"
                 found = db.execute(query, (project, limit, after)).fetchall()
                 rows = [(number, *row) for number, row in enumerate(found, after + 1)]

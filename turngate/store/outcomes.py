@@ -71,7 +71,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         try:
             written = msgspec.json.encode(self, order="sorted")
         except (TypeError, ValueError, RecursionError) as error:
-            raise BadRequest(f"data cannot be encoded as JSON ({error})", param="data") from None
+            raise BadRequest(f"the outcome cannot be encoded as JSON ({error})", param="data") from None
         if len(written) > MAX_BYTES:
             raise BadRequest(
                 f"the outcome is {len(written)} bytes long as JSON; the limit is {MAX_BYTES}; shorten message, data or turn_rewards",

@@ -179,23 +179,29 @@ def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> t
     """Add the sessions of an archive to a store, oldest file first: all of them, or those with the given ids.
 
     Return how many were added, and how many the store already had. If several files contain a session, it is read from the newest one.
-    Raise `ConfigError` and add nothing if the archive lacks one of the given ids.
+    Raise `ConfigError` and add nothing if the archive lacks one of the given ids. Raise `StoreError` if a session to load is damaged, or
+    differs from the one in the store. Sessions that were added before it are kept.
     """
     files, added, had = SessionArchive(archive), 0, 0
-    wanted, last = set(sessions), {name: file for file in files.files() for name in files.list_ids(file)}
+    last = {name: file for file in files.files() for name in files.list_ids(file)}
     if missing := [name for name in sessions if name not in last]:
         raise ConfigError(
             f"archive: {archive} has no session {' or '.join(missing)}, so nothing was loaded; pass the ids of archived sessions",
             param="session",
         )
-    for file in files.files():
-        settings = files.read_settings(file)
-        store.set_settings({name: value for name, value in settings.items() if store.setting(name) is None})
-        for session in files.read(file):
-            if (wanted and session.id not in wanted) or last[session.id] != file:
-                continue
-            if write_session(store, session):
-                added += 1
-            else:
-                had += 1
+    selected: dict[Path, set[str]] = {}
+    for name in sessions or last:
+        selected.setdefault(last[name], set()).add(name)
+    try:
+        for file in sorted(selected):
+            settings = files.read_settings(file)
+            store.set_settings({name: value for name, value in settings.items() if store.setting(name) is None})
+            for session in files.read(file, selected[file]):
+                if write_session(store, session):
+                    added += 1
+                else:
+                    had += 1
+    except StoreError as error:
+        kept = "1 session was" if added == 1 else f"{added:,} sessions were"
+        raise StoreError(f"{error.message}; {kept} added before this error and kept") from None
     return added, had

@@ -91,19 +91,23 @@ class ScoreCache:
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path, timeout=busy_s, check_same_thread=False, isolation_level=None
             )
-            if path is not None:
-                path.chmod(0o600)
-                self._db.execute("PRAGMA journal_mode=WAL")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
                 raise sqlite3.DatabaseError(
                     f"it has version {version}, but this version of Turngate supports version {_VERSION}"
                 )
+            tables = self._db.execute("SELECT DISTINCT tbl_name FROM sqlite_master").fetchall()
+            if version == 0 and tables not in ([], [("scores",)]):
+                raise sqlite3.DatabaseError("it is a database of another program")
+            if path is not None:  # only now, so that a file that is not a cache stays unchanged
+                path.chmod(0o600)
+                self._db.execute("PRAGMA journal_mode=WAL")
             self._db.executescript(_TABLES)
             self._db.execute(f"PRAGMA user_version={_VERSION}")
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(
-                f"teacher_cache: {path} cannot be used ({error}); delete it, or pass another file as --teacher-cache",
+                f"teacher_cache: {path} cannot be used ({error}); pass another file as --teacher-cache, or delete this one if it is a "
+                "damaged or incompatible cache",
                 param="teacher_cache",
             ) from None
 

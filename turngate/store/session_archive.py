@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
@@ -174,17 +174,22 @@ class SessionArchive:
             ids: list[str] = opened.read(columns=["id"])["id"].to_pylist()
         return ids
 
-    def read(self, file: Path) -> Iterator[ArchivedSession]:
-        """Read the sessions of a file.
+    def read(self, file: Path, ids: Collection[str] | None = None) -> Iterator[ArchivedSession]:
+        """Read the sessions of a file: all of them, or those with the given ids.
 
         Raise `ConfigError` if the file is not a readable archive, and `StoreError` if a session is damaged.
         """
         with self._open(file) as opened:
             for number in range(opened.num_row_groups):
                 for record in opened.read_row_group(number).to_pylist():
+                    if ids is not None and record["id"] not in ids:
+                        continue
                     session = _from_record(record)
                     if session.compute_digest() != record["content_digest"]:
-                        raise StoreError(f"session {session.id} is damaged in {file}")
+                        raise StoreError(
+                            f"session {session.id} is damaged in {file}; restore the file from a backup, or load other sessions by "
+                            "their ids"
+                        )
                     yield session
 
     def read_settings(self, file: Path) -> dict[str, str]:
@@ -196,7 +201,10 @@ class SessionArchive:
         try:
             opened = self._parquet.ParquetFile(file)
         except (OSError, self._arrow.ArrowException) as error:
-            raise ConfigError(f"archive: {file} cannot be read ({error})", param="archive") from None
+            raise ConfigError(
+                f"archive: {file} cannot be read ({error}); check the file's permissions, or restore the file from a backup",
+                param="archive",
+            ) from None
         self._read_metadata(file, opened)
         return opened
 

@@ -98,7 +98,11 @@ def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
         try:
             error = best_match(validator.iter_errors(arguments))
         except Unresolvable as missing:
-            raise BadRequest(f"the tool's schema has a reference that cannot be resolved: {missing}") from None
+            reference = str(missing).partition(" does not exist within ")[0]  # the rest repeats the schema
+            raise BadRequest(
+                f"the tool's schema has a reference that cannot be resolved ({reference[:_MAX_MESSAGE]}); only references within the "
+                "schema are followed"
+            ) from None
         except RecursionError:
             raise BadRequest(
                 "the arguments are nested too deeply, or the references in the tool's schema form an infinite loop; "

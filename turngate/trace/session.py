@@ -244,7 +244,8 @@ class Session:
         if self.status == "open" and self.ending:
             raise Conflict(f"this session is {self.ending}; open a new one")
         if self.status != "open":
-            raise Conflict(f"this session is {self.status}{f' ({self.stop})' if self.stop else ''}; open a new one")
+            reason = f" ({self.stop})" if self.stop not in ("", self.status) else ""
+            raise Conflict(f"this session is {self.status}{reason}; open a new one")
 
     @property
     def tokens_left(self) -> int | None:

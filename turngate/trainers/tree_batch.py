@@ -244,8 +244,8 @@ def find_advantage(exported: ExportedTree) -> float:
     """Return the advantage of a tree's rollout. Raise `ConfigError` if it is unknown."""
     if exported.advantage is None:
         raise ConfigError(
-            f"session {exported.session} has no advantage, because its reward is unknown, or its group has no other reward to compare it "
-            "with; export with `--unscored drop`, or with a different --advantage",
+            f"session {exported.session} has no advantage; if its reward is unknown, export with `--unscored drop`; if its group has no "
+            "other reward to compare it with, export with an --advantage other than leave_one_out",
             param="advantage",
         )
     return exported.advantage

@@ -60,7 +60,8 @@ class Renderers:
             )
         if not folder.is_dir():
             raise ConfigError(
-                f"the session's tokenizer is no longer at {folder}; pass --tokenizer PATH", param="tokenizer"
+                f"the session's tokenizer folder, {folder}, does not exist on this machine; pass --tokenizer PATH",
+                param="tokenizer",
             )
         family = self._family or session.renderer.removeprefix("family:") or _family_for_model(session.config.model)
         key = str(folder), family

@@ -200,3 +200,27 @@ async def test_tests_that_cannot_be_imported_before_fix(
     assert (await kit.grade_and_check(task, None, isolated)).reward == 0.0
     result = await kit.grade_and_check(task, kit.make_work(tmp_path / "w", {"shop/sums.py": kit.FIX}), isolated)
     assert (result.reward, result.resolved) == (1.0, True), result.message
+
+
+async def test_tests_of_a_module_that_pytest_itself_imports_are_invalid(
+    isolated: GradingEnvironment, tmp_path: Path
+) -> None:
+    """The tests would pass on Python's own `textwrap`, whatever the work is. A module that the work adds changes nothing."""
+    test = "from textwrap import dedent\n\n\ndef test_dedent():\n    assert dedent(' a') == 'a'\n"
+    files = {"textwrap.py": "def dedent(text):\n    return text\n", "tests/test_dedent.py": test}
+    grader = swe(
+        test_patch="",
+        fail_to_pass=("tests/test_dedent.py::test_dedent",),
+        pass_to_pass=(),
+        test_cmd="python3 -m pytest -rA -p no:cacheprovider tests",
+    )
+    task = kit.repository_task(tmp_path / "bad", grader, files)
+    for work in (None, kit.make_work(tmp_path / "w", {"textwrap.py": None}, files)):
+        result = await kit.grade_and_check(task, work, isolated)
+        assert (result.kind, result.reward) == ("invalid task", None)
+        assert "the tests cannot import textwrap.py" in result.message
+    good = kit.repository_task(
+        tmp_path / "good", grader, {name: files[name] for name in files if name != "textwrap.py"}
+    )
+    result = await kit.grade_and_check(good, kit.make_work(tmp_path / "v", files, {}), isolated)
+    assert (result.kind, result.reward) == ("graded", 1.0), result.message

@@ -11,7 +11,7 @@ import pytest
 
 from tests.speed import scaled
 from tests.tasks.grading import kit
-from turngate.tasks.grading import swe, witness
+from turngate.tasks.grading import observed_run, witness
 from turngate.tasks.grading.witness_report import WitnessReport, parse_report
 
 pytestmark = pytest.mark.process
@@ -101,10 +101,10 @@ def swapped(request):
 
 
 def run_with_witness(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[WitnessReport, str]:
-    """Run pytest with the witness, as `swe.py` does. Return its report and the output."""
+    """Run pytest with the witness, as `observed_run.py` does. Return its report and the output."""
     witness_folder, key = folder.parent / "ours", b"k" * 48
     test_paths = b"\0".join(os.fsencode(path) for path in (str(folder), *tests))
-    site, source = swe._SITE.encode(), Path(witness.__file__).read_bytes()
+    site, source = observed_run.SITE.encode(), Path(witness.__file__).read_bytes()
     kit.write_files(
         witness_folder, {"key": key, "tests": test_paths, "sitecustomize.py": site, "turngate_witness.py": source}
     )
@@ -157,3 +157,13 @@ def test_names_are_relative_to_start_folder(tmp_path: Path) -> None:
     )
     assert "PASSED lib/tests/test_x.py::test_one" in output
     assert report.ended and report.passed("lib/tests/test_x.py::test_one") and not report.replaced
+
+
+def test_modules_that_pytest_imported_are_hidden_from_tests(tmp_path: Path) -> None:
+    """The witness imports pytest before the tests run, so they get the installed `iniconfig`."""
+    test = "import iniconfig, sums\ndef test_one(): assert iniconfig.IniConfig and sums.TWO == 2\n"
+    files = {"tests/test_x.py": test, "iniconfig.py": "", "lib/iniconfig/__init__.py": "", "lib/sums.py": "TWO = 2\n"}
+    folder = kit.write_files(tmp_path / "w", {**files, "elsewhere/iniconfig.py": ""})
+    report, output = run_with_witness(folder, "tests", tests=("tests/test_x.py",))
+    assert report.passed("tests/test_x.py::test_one"), output
+    assert report.find_hidden([*files, "elsewhere/iniconfig.py"]) == ("iniconfig.py", "lib/iniconfig/__init__.py")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import tarfile
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from turngate.tasks.repairs.make import (
 from turngate.tasks.repairs.measure import Baseline, Bench, TestRun, build_test_command, find_excerpt
 from turngate.tasks.repairs.mutations import find_mutations
 from turngate.tasks.repairs.package import Package, load_package
+from turngate.tasks.task import check_instruction
 
 MODULE = '''\
 def clamp(value, low, high):
@@ -110,6 +113,17 @@ def test_release_is_read_from_cached_archive(tmp_path: Path, monkeypatch: pytest
     package = load_package("limits==1.0")
     assert package.license == "MIT License" and package.origin.startswith("limits==1.0 sha256:")
     assert package.left_out == ("logo.png",) and "PKG-INFO" not in package.files
+
+
+def test_unpacked_release_has_the_name_of_the_release(tmp_path: Path) -> None:
+    about = "Metadata-Version: 2.4\nName: limits\nVersion: 1.0\nLicense: MIT\n"
+    folder = write_files(tmp_path / "limits-1.0", {**FILES, "PKG-INFO": about})
+    (folder / "pyproject.toml").unlink()
+    package = load_package(str(folder))
+    assert (package.name, package.version, package.license) == ("limits", "1.0", "MIT")
+    assert package.origin == "limits-1.0" and "PKG-INFO" not in package.files
+    write_files(folder, {"pyproject.toml": '[project]\nname = "limits"\ndynamic = ["version"]\n'})
+    assert load_package(str(folder)).version == "1.0"
 
 
 @pytest.mark.parametrize(
@@ -202,6 +216,13 @@ def test_excerpt_of_a_log() -> None:
     assert find_excerpt(log, "tests/t.py::test_c") == ""
 
 
+def test_excerpt_has_no_control_characters(folder: Path) -> None:
+    """A row with a NUL character in its instruction could not be loaded."""
+    excerpt = find_excerpt("___ test_a ___\nE   \0one\x1b[31m\n\ttwo\n", "tests/t.py::test_a")
+    assert excerpt == "E   ␀one␛[31m\n\ttwo"
+    check_instruction(write_instruction(load_package(str(folder)), build_repair(excerpt=excerpt), "file"), "row")
+
+
 @pytest.mark.parametrize(
     ("failing", "timed_out", "fate"),
     [
@@ -289,6 +310,24 @@ def test_repairs_are_made_and_proven(folder: Path, tmp_path: Path) -> None:
     assert checked.exit_code == 0, checked.output
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 2 and "is not empty" in again.output
+
+
+@pytest.mark.process
+@pytest.mark.full
+def test_package_that_pytest_itself_imports_is_rejected(tmp_path: Path) -> None:
+    """In a grader's test run, the witness has already imported pytest, so the tests would pass without a fix."""
+    files = {
+        "pyproject.toml": '[project]\nname = "textwrap"\nversion = "1.0"\n',
+        "textwrap.py": inspect.getsource(textwrap),
+        "tests/test_textwrap.py": "import textwrap\n\n\ndef test_indent():\n    assert textwrap.indent('a\\n\\n', '-') == '-a\\n\\n'\n\n\n"
+        "def test_shorten():\n    assert textwrap.shorten('a b', 9) == 'a b'\n",
+    }
+    out = tmp_path / "tasks"
+    command = ["tasks", "make", "repairs", str(write_files(tmp_path / "textwrap", files)), "--out", str(out)]
+    done = CliRunner().invoke(app, [*command, "--per-package", "1"])
+    assert done.exit_code == 1, done.output
+    assert "pytest itself imports another module with the name of textwrap.py" in done.output.replace("\n", " ")
+    assert not (out / "train.jsonl").exists()
 
 
 def test_output_must_be_a_folder(folder: Path, tmp_path: Path) -> None:

@@ -67,16 +67,8 @@ def load_into(model: Model, folder: str | Path) -> None:
 
 def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     tensors = _Folder(folder)
-    expected = dict(model.named_parameters())
-    state = {ours: _join(tensors, theirs, dtype) for ours, theirs in _names(model)}
-    for name, tensor in state.items():
-        if tensor.shape != expected[name].shape:
-            raise ConfigError(
-                f"model folder: {folder}: {name} has shape {tuple(tensor.shape)}, but config.json requires "
-                f"{tuple(expected[name].shape)}",
-                param="model_folder",
-            )
-    return state
+    shapes = {name: tuple(part.shape) for name, part in list_weights(model)}
+    return {ours: _join([tensors.get(n, shapes[n]).to(dtype) for n in theirs]) for ours, theirs in _names(model)}
 
 
 def create_random_model(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
@@ -130,20 +122,26 @@ class _Folder:
                 f"model folder: the weights in {folder} cannot be read ({error})", param="model_folder"
             ) from None
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor. Raise `ConfigError` if it is missing, cannot be read, or does not have this shape."""
         if name not in self._files:
             raise ConfigError(f"model folder: {self._folder} has no tensor {name}", param="model_folder")
         try:
             with safe_open(self._folder / self._files[name], "pt") as file:
-                return file.get_tensor(name)
+                tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"model folder: {self._folder / self._files[name]} cannot be read ({error})", param="model_folder"
             ) from None
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"model folder: {self._folder}: {name} has shape {tuple(tensor.shape)}, but config.json requires {shape}",
+                param="model_folder",
+            )
+        return tensor
 
 
-def _join(tensors: _Folder, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-    parts = [tensors.get(name).to(dtype) for name in names]
+def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

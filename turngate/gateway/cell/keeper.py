@@ -78,7 +78,7 @@ class LeaseKeeper:
                 self._registry.end(self._lease.cell)
         except TurngateError as error:
             log.warning(
-                "cannot end this cell's lease: %s; it ends by itself within %g s", error.message, self._lease.ttl_s
+                "cannot end this cell's lease: %s; the lease expires within %g s", error.message, self._lease.ttl_s
             )
 
     def _run(self) -> None:

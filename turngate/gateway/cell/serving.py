@@ -136,7 +136,9 @@ class ServingGuard:
             if is_held:
                 self.permit.wake()
             elif was_held:
-                log.warning("this cell no longer holds its lease; model calls wait until it holds one again")
+                log.warning(
+                    "this cell no longer has a lease; aborting calls in flight; new calls wait until it has one again"
+                )
                 await self.interrupt_calls()
             was_held = is_held
             left = self.permit.seconds_left

@@ -117,9 +117,7 @@ class Shipper:
         if position.history is not None and history != position.history:
             self.outbox.announce_again()
             lost = sum(self._add_missing(self._target))
-            log.warning(
-                "the shared store was restored from a backup; sessions that it lost are shipped again: %d", lost
-            )
+            log.warning("the shared store was restored from a backup; number of lost sessions to ship again: %d", lost)
         if history != position.history:
             self.outbox.set_history(history)
         self._check_at = time.monotonic() + _CHECK_S

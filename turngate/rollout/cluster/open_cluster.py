@@ -83,6 +83,8 @@ def _read_script(path: str) -> str:
         return Path(path).read_text() if path else ""
     except OSError as error:
         raise explain_unreadable_script(path, error) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"script {path} is not UTF-8 text: {error}", param="script") from None
 
 
 @asynccontextmanager

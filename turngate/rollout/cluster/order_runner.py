@@ -161,13 +161,20 @@ def claim_folder(place: str, shared: str) -> Path:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"{root} cannot be written to ({error.strerror}); set TURNGATE_CELL_DATA on this node to a writable folder"
+                f"{root} cannot be written to ({error.strerror}); run `ray start` on this node with TURNGATE_CELL_DATA set to a writable "
+                "folder"
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return folder
-        except OSError:
+        except BlockingIOError:
             os.close(lock)
+        except OSError as error:
+            os.close(lock)
+            raise ConfigError(
+                f"{root} cannot be locked ({error.strerror}); run `ray start` on this node with TURNGATE_CELL_DATA set to a folder on a "
+                "file system that supports locks"
+            ) from None
     raise ConfigError(
         f"{root}: all {_MAX_FOLDERS} folders for cells are in use on this machine; stop cells that are no longer needed"
     )

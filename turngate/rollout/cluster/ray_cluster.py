@@ -229,7 +229,9 @@ class RayCluster:
             async with asyncio.timeout(_CLOSE_S):
                 await self.connection.call(cell.actor.close.remote())
         except TimeoutError:
-            log.warning("the cell on %s was not closed cleanly: it took longer than %.0f s", cell.node.name, _CLOSE_S)
+            log.warning(
+                "the cell on %s was not closed cleanly: closing it took longer than %.0f s", cell.node.name, _CLOSE_S
+            )
         except CallFailed as error:
             log.warning("the cell on %s was not closed cleanly: %s", cell.node.name, error.message)
         finally:

@@ -130,7 +130,7 @@ class OpenEnvRoutes:
             if getattr(body, name) and (name, getattr(body, name)) != ("auth_header", "Authorization"):
                 raise BadRequest(
                     f"{name} is not supported, because a session cannot choose the engine; "
-                    "choose it when starting the gateway (--engine, --engine-url)",
+                    "choose the engine when starting the gateway (--engine, --engine-url, --engine-key-env)",
                     param=name,
                 )
         mode = self._sessions.default_mode
@@ -261,7 +261,7 @@ def _encode_entries(view: SessionView) -> bytes:
         why = (
             "is for evaluation"
             if kind["capture_level"] == "tokens"
-            else "was recorded in observe mode without all token ids"
+            else "was recorded in observe mode with incomplete token ids"
         )
         raise Conflict(f"this session {why}, so it has no entries to train on; use /rollout to read it")
     entries = []

@@ -68,7 +68,7 @@ class ExportRoutes:
             damaged += await self._reader.run(partial(self._views.damaged, session=session, key=key))
         if damaged == len(selected):
             names = ", ".join(session for session, _ in selected[:3]) + (", …" if len(selected) > 3 else "")
-            raise StoreError(f"nothing can be exported, because no selected rollout has a readable trace: {names}")
+            raise StoreError(f"nothing can be exported, because no selected rollout ({names}) has a readable trace")
         response = _attachment(self._lines(format, selected, group), name, "application/x-ndjson")
         response.headers["x-turngate-left-out"] = str(damaged)
         return response

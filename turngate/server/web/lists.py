@@ -90,7 +90,8 @@ class ListRoutes:
         """
         name = query.name
         graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))
-        unread = await self._reader.run(lambda _: self._views.unread(graded))  # the cache belongs to the reader's thread
+        # The cache belongs to the reader's thread.
+        unread = await self._reader.run(lambda _: self._views.unread(graded))
         if len(unread) > _MAX_UNREAD_TRACES:
             return await self._reader.respond(lambda store: self._views.overview.group(store, name, {}))
         trains = {

@@ -44,7 +44,7 @@ class PageReader:
             except StoreError as error:
                 if self._thread.closed:
                     return
-                log.warning("cannot update the lists of rollouts: %s", error.message)
+                log.warning("cannot update the lists of rollouts: %s; retrying", error.message)
             await asyncio.sleep(_IDLE_S if is_complete else 0)
 
     async def run(self, query: Callable[[Store], T]) -> T:

@@ -29,7 +29,9 @@ class AnswerLimit:
     def connect(self, driver: Any, address: str, **settings: Any) -> psycopg.Connection:
         """Connect with psycopg (`driver`). Raise `StoreError` without trying if the server has just failed to answer."""
         if time.monotonic() < self._silent_until:
-            raise StoreError(f"{self._name} does not answer; a new connection is tried at most every {_PAUSE_S:.0f} s")
+            raise StoreError(
+                f"{self._name} does not answer; a new connection is attempted at most every {_PAUSE_S:.0f} s"
+            )
         limit = self
 
         class LimitedConnection(driver.Connection):  # type: ignore[misc]  # imported only if it is used

@@ -128,9 +128,11 @@ class SharedDatabase:
         tables.check_version(version, self.url.name)
         if version != tables.SHARED_VERSION:
             found = f"has version {version}" if version else "has no tables"
+            # A project's store cannot be served alone.
+            main = self.url.name.removesuffix(f"/projects/{self.url.project}")
             raise ConfigError(
                 f"data: the shared store {self.url.name} {found}; "
-                f"start `turngate serve --data {self.url.name}` once to bring it to version {tables.SHARED_VERSION}",
+                f"start `turngate serve --data {main}` once to bring it to version {tables.SHARED_VERSION}",
                 param="data",
             )
 

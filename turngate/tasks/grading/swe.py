@@ -6,8 +6,8 @@ Git and the test patch are used only on the fresh checkout, which has none of th
 then copied in, except the test files: the files that the patch touches, the test folders around them, conftest.py and similar files. These
 stay as the task defines them. Files that the agent added are set aside and reported if they would change how tests run.
 
-The log is parsed between two markers that only the wrapping shell knows. For pytest, a witness (`witness.py`) also observes the run. A case
-counts as passed only if both the log and the witness say so. If the witness cannot watch the task's tests at all, the log alone decides.
+For pytest, a witness (`witness.py`) also observes the run (`observed_run.py`). A case counts as passed only if both the log and the witness
+say so. If the witness cannot watch the task's tests at all, the log alone decides.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import asyncio
 import hashlib
 import os
 import re
-import secrets
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -26,12 +25,12 @@ import msgspec
 from turngate.errors import SandboxError, SandboxGone, TaskError
 from turngate.sandboxes.base import Sandbox
 from turngate.tasks.grading import sandbox as grading_sandbox
-from turngate.tasks.grading import witness
 from turngate.tasks.grading.logs import parse_log
+from turngate.tasks.grading.observed_run import PREFER_BASH, run_observed
 from turngate.tasks.grading.patch import find_touched_files
 from turngate.tasks.grading.result import Control, GraderLog, GraderResult, RunEvidence, Undecided
 from turngate.tasks.grading.types import CaseOutcome, Grade, GradingEnvironment, Work
-from turngate.tasks.grading.witness_report import WitnessReport, parse_report
+from turngate.tasks.grading.witness_report import WitnessReport
 from turngate.tasks.grading.work import GIT, format_names
 from turngate.tasks.task import Swe, Task
 
@@ -49,7 +48,6 @@ TEST_FOLDERS = ("test", "tests")
 # These files contain other settings too, so the agent's versions are used unless their pytest settings have changed.
 SETTINGS_FILES = frozenset({"pyproject.toml", "setup.cfg", "tox.ini"})
 INSTALL_S = 1800.0
-_MAX_REPORT_BYTES = 64_000_000
 _MAX_SETTINGS_BYTES = 2_000_000
 _FAILED: tuple[CaseOutcome, ...] = ("failed", "error")
 _NOT_RUN = 126  # exit codes from 126 on mean that nothing was run, or that a signal killed it
@@ -87,44 +85,7 @@ fi
 """
 _LIST = f'{grading_sandbox.SYSTEM_PATH}; cd -- "$1" && find . -path ./{GIT} -prune -o ! -type d -print0'
 _SUMS = f'{grading_sandbox.SYSTEM_PATH}; cd -- "$1" && xargs -0 sha256sum --'
-_PREFER_BASH = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$@"; else exec sh -c "$@"; fi'
 _INSTALL = 'exec </dev/null 2>&1; eval "$1"; eval "$2"'
-# The markers are passed on stdin, so that no child process finds them in an argument or a variable.
-_RUN = """
-IFS= read -r turngate_start; IFS= read -r turngate_end
-exec </dev/null 2>&1
-turngate_place=$1 turngate_command=$3
-eval "$2"
-PYTHONPATH="$turngate_place${PYTHONPATH:+:$PYTHONPATH}"; export PYTHONPATH
-printf '\\n%s\\n' "$turngate_start"
-( eval "$turngate_command" )
-turngate_code=$?
-printf '\\n%s %s\\n' "$turngate_end" "$turngate_code"
-"""
-# PYTHONPATH may contain the working folder, so the witness imports only from Python's own library.
-_SITE = """
-try:
-    import os, sys
-    turngate_path = list(sys.path)
-    turngate_version = "python%d.%d" % sys.version_info[:2]
-    turngate_own = [os.path.dirname(os.path.abspath(__file__))]
-    for turngate_prefix in (sys.base_prefix, sys.base_exec_prefix):
-        for turngate_lib in (getattr(sys, "platlibdir", "lib"), "lib", "lib64"):
-            turngate_place = os.path.join(turngate_prefix, turngate_lib, turngate_version)
-            turngate_own += [turngate_place, os.path.join(turngate_place, "lib-dynload")]
-    sys.path[:] = [place for place in turngate_own if os.path.isdir(place)]
-    try:
-        import turngate_witness
-        import importlib.machinery, importlib.util
-    finally:
-        sys.path[:] = turngate_path
-    try:
-        turngate_witness.start_witness()
-    finally:
-        turngate_witness.run_next_sitecustomize()
-except Exception:
-    pass
-"""
 
 
 async def run_grader(
@@ -141,7 +102,7 @@ async def run_grader(
         base = await _list_files(sandbox)
         notes = await _upload_work_around_tests(sandbox, work, test_files, checksums, base) if work is not None else ()
         await _install_work(sandbox, grader, log)
-        evidence, code = await _run_tests(sandbox, grader, [path for path in base if test_files(path)], log)
+        evidence, code = await _run_tests(sandbox, grader, [path for path in base if test_files(path)], base, log)
     _check_decisive(grader, evidence, code, untouched=work is None)
     if work is not None and (doubt := _find_doubtful(grader, evidence)):
         evidence, more = _weigh_doubts(grader, evidence, doubt, (await control()).evidence)
@@ -423,7 +384,7 @@ def _pytest_lines(lines: Iterable[str]) -> list[str]:
 async def _install_work(sandbox: Sandbox, grader: Swe, log: GraderLog) -> None:
     if not grader.install:
         return
-    command = ["/bin/sh", "-c", _PREFER_BASH, "sh", _INSTALL, "sh", grader.before, grader.install]
+    command = ["/bin/sh", "-c", PREFER_BASH, "sh", _INSTALL, "sh", grader.before, grader.install]
     done = await sandbox.exec(command, timeout_s=INSTALL_S, keep=grading_sandbox.OUTPUT_LIMIT, leave=False)
     log.add(f"install: {'timed out' if done.timed_out else f'exit code {done.exit_code}'}", done.stdout)
     if done.timed_out or done.exit_code:
@@ -434,45 +395,32 @@ async def _install_work(sandbox: Sandbox, grader: Swe, log: GraderLog) -> None:
         )
 
 
-async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: GraderLog) -> tuple[RunEvidence, int]:
-    """Run the tests. Return the evidence from the log and the witness, and the exit code. `own` lists the test files."""
-    key, start, end = (secrets.token_hex(24) for _ in range(3))
-    source = await asyncio.to_thread(Path(witness.__file__).read_bytes)
-    tests = b"\0".join(os.fsencode(path) for path in (sandbox.workdir, *own))
-    files = {"turngate_witness.py": source, "sitecustomize.py": _SITE.encode(), "key": key.encode(), "tests": tests}
-    ours = await grading_sandbox.upload_private_files(sandbox, files)
-    done = await sandbox.exec(
-        ["/bin/sh", "-c", _PREFER_BASH, "sh", _RUN, "sh", ours, grader.before, grader.test_cmd],
-        stdin=f"{start}\n{end}\n".encode(),
-        timeout_s=grader.timeout_s,
-        keep=grading_sandbox.OUTPUT_LIMIT,
-        leave=False,
-    )
-    output = done.stdout.decode("utf-8", "replace")
-    log.add(
-        f"tests: {'timed out' if done.timed_out else f'exit code {done.exit_code}'}",
-        done.stdout.replace(start.encode(), b"(start)").replace(end.encode(), b"(end)"),
-    )
-    if done.timed_out:
+async def _run_tests(
+    sandbox: Sandbox, grader: Swe, own: Iterable[str], base: Collection[str], log: GraderLog
+) -> tuple[RunEvidence, int]:
+    """Run the tests. Return the evidence from the log and the witness, and the exit code.
+
+    `own` lists the test files, and `base` all of the task's files.
+    """
+    run = await run_observed(sandbox, grader.test_cmd, before=grader.before, test_files=own, timeout_s=grader.timeout_s)
+    log.add(f"tests: {'timed out' if run.timed_out else f'exit code {run.exit_code}'}", run.output)
+    if run.timed_out:
         raise Undecided(f"the tests took longer than their limit of {grader.timeout_s:g} s")
-    _, began, rest = output.partition(f"\n{start}\n")
-    between, ended, last = rest.rpartition(f"\n{end} ")
-    if not began or not ended or not last.strip().isdigit():
+    if run.log is None:
         raise Undecided("the test run was cut short")
-    cases = await asyncio.to_thread(parse_log, grader.parser, between)
-    try:
-        data = await sandbox.read(f"{ours}/report", limit=_MAX_REPORT_BYTES)
-    except SandboxGone:
-        raise
-    except SandboxError:  # the report is missing, or something else is in its place
-        data = b""
-    report = await asyncio.to_thread(parse_report, key.encode(), data)
+    if hidden := run.report.find_hidden(base):
+        raise Undecided(
+            f"the tests cannot import {', '.join(hidden[:3])}: pytest itself imports another module of this name, and the tests get "
+            "that one, whatever the work is; remove the task"
+        )
+    cases = await asyncio.to_thread(parse_log, grader.parser, run.log)
+    report = run.report
     if report.started:
         end = "and the end of the run" if report.ended else "but not the end of the run"
         changed = f"; changed during the run: {', '.join(sorted(report.tampered))}" if report.tampered else ""
         other = f"; tests replaced by other code: {len(report.replaced)}" if report.replaced else ""
         log.add(f"witness: saw the start {end}; tests seen: {len(report.outcomes)}{changed}{other}", b"")
-    return RunEvidence(cases=cases, report=report), int(last)
+    return RunEvidence(cases=cases, report=report), run.exit_code
 
 
 def _all_cases(grader: Swe) -> tuple[str, ...]:

@@ -6,6 +6,9 @@ captures the current state of the parts of pytest and Python that it needs, and 
 passed if the witness saw no exception, pytest's own report agrees, and the test's own function ran. Changes to pytest during the run are
 reported. A process that ends early leaves no end record.
 
+Modules that the witness has imported, such as pytest's own dependencies, are not imported again. The witness therefore also records their
+names, and where in the working folder tests would otherwise have found modules of these names.
+
 Code in the same process can in principle tamper with the witness too: the witness makes cheating hard, not impossible (docs/grading.md).
 All of its code that runs after the start uses only names that were captured in closures, not module globals that other code could replace.
 
@@ -371,13 +374,15 @@ def pytest_configure(config):
         _pending.pop()(config)
 
 
-def _runs_pytest():
-    """Return whether this process's command line runs pytest. Other programs must not read the key, because reading deletes it."""
+def _find_pytest_command():
+    """Return how this process's command line runs pytest: as a "module", as a "script", or not at all (None)."""
     with open("/proc/self/cmdline", "rb") as file:
         words = file.read().split(b"\0")[1:]
     names = (b"pytest", b"py.test")
+    if any(a == b"-m" and b in names for a, b in zip(words, words[1:])):
+        return "module"
     first = [os.path.basename(word) for word in words if not word.startswith(b"-")][:1]
-    return bool(first and first[0] in names) or any(a == b"-m" and b in names for a, b in zip(words, words[1:]))
+    return "script" if first and first[0] in names else None
 
 
 def _read_test_list():
@@ -387,9 +392,31 @@ def _read_test_list():
     return os.fsdecode(first), [os.fsdecode(path) for path in rest.split(b"\0") if path]
 
 
+def _list_imported_modules(work):
+    """Return the names of the modules that were imported from outside the folders `work`. Tests cannot import others of these names."""
+    names = set()
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if "." in name or not isinstance(origin, str) or origin in ("built-in", "frozen"):
+            continue
+        if os.path.dirname(origin) != HERE and not os.path.realpath(origin).startswith(work):
+            names.add(name)
+    return sorted(names)
+
+
+def _find_first_places(path, folder):
+    """Return the places in `folder` from which tests import before Python's own library and installed packages, relative to `folder`."""
+    folder, library = os.path.realpath(folder), os.path.dirname(os.path.realpath(os.__file__))
+    places = [os.path.realpath(place) for place in path]
+    places = places[: places.index(library)] if library in places else places
+    inside = [place for place in places if (place + os.sep).startswith(folder + os.sep)]
+    return [os.path.relpath(place, folder) for place in inside]
+
+
 def start_witness():
     """If this process runs pytest and there is a key, read and delete the key, and prepare the witness."""
-    if not os.path.exists(HERE + "/key") or not _runs_pytest():
+    command = _find_pytest_command() if os.path.exists(HERE + "/key") else None
+    if command is None:
         return
     with open(HERE + "/key", "rb") as file:
         key = file.read()
@@ -401,8 +428,12 @@ def start_witness():
     try:
         import _pytest.config
 
-        _pending.append(_create_witness(_make_signed_writer(key, HERE + "/report"), folder, tests))
+        record = _make_signed_writer(key, HERE + "/report")
+        _pending.append(_create_witness(record, folder, tests))
         _pytest.config.default_plugins = tuple(_pytest.config.default_plugins) + (__name__,)
+        # `python -m` adds the current folder to the path, but only after this.
+        places = _find_first_places([os.getcwd()] + path if command == "module" else path, folder)
+        record(imported=_list_imported_modules(work), places=places)
     finally:
         sys.path[:] = path
 

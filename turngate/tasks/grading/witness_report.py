@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import PurePosixPath
 from typing import Literal
 
 import msgspec
@@ -19,6 +20,8 @@ class _ReportLine(msgspec.Struct, frozen=True):
     other: bool = False
     odd: str = ""
     end: int = -1
+    imported: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +32,17 @@ class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: Mapping[str, WitnessOutcome] = {}
     replaced: frozenset[str] = frozenset()  # tests whose own function did not run
     tampered: frozenset[str] = frozenset()  # parts of pytest that were changed during the run
+    imported: tuple[str, ...] = ()  # modules that pytest needs, which were imported from outside the working folder
+    places: tuple[str, ...] = ()  # folders in the working folder from which tests import other modules first
+
+    def find_hidden(self, files: Collection[str]) -> tuple[str, ...]:
+        """Return the modules among `files` that tests cannot import, because pytest itself imported other modules of the same names.
+
+        `files` are paths in the working folder.
+        """
+        names = (name for module in self.imported for name in (f"{module}.py", f"{module}/__init__.py"))
+        paths = {(PurePosixPath(place) / name).as_posix() for name in names for place in self.places}
+        return tuple(sorted(paths.intersection(files)))
 
     def knows(self, case: str) -> bool:
         return bool(self._find_tests(case))
@@ -50,6 +64,8 @@ def parse_report(key: bytes, report: bytes) -> WitnessReport:
     outcomes: dict[str, WitnessOutcome] = {}
     tampered: set[str] = set()
     replaced: set[str] = set()
+    imported: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
     for raw in report.split(b"\n"):
         mac, _, text = raw.partition(b" ")
         if not hmac.compare_digest(hmac.new(key, last + text, hashlib.sha256).hexdigest().encode(), mac):
@@ -66,8 +82,16 @@ def parse_report(key: bytes, report: bytes) -> WitnessReport:
             (replaced.add if line.other else replaced.discard)(line.test)
         if line.odd:
             tampered.add(line.odd)
+        if line.imported:
+            imported, places = line.imported, line.places
         if line.end >= 0:
             ended = line.end == len(outcomes)
     return WitnessReport(
-        started=started, ended=ended, outcomes=outcomes, replaced=frozenset(replaced), tampered=frozenset(tampered)
+        started=started,
+        ended=ended,
+        outcomes=outcomes,
+        replaced=frozenset(replaced),
+        tampered=frozenset(tampered),
+        imported=imported,
+        places=places,
     )

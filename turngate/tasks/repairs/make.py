@@ -22,10 +22,10 @@ import msgspec
 from turngate.errors import ConfigError
 from turngate.sandboxes.base import Backend
 from turngate.tasks.repairs.measure import (
-    GRADING_OPTIONS,
     Baseline,
     Bench,
     TestRun,
+    build_grading_command,
     build_test_command,
     choose_cases,
     find_excerpt,
@@ -224,9 +224,7 @@ def build_row(made: PackageRepairs, repair: Repair, settings: RepairSettings, sp
             "repo": package.name,
             "fail_to_pass": list(repair.failing),
             "pass_to_pass": list(repair.passing),
-            # PYTHONPATH is not set in test_cmd, because that would hide the witness's folder.
-            "before": f"export PYTHONPATH={package.root}" if package.root else "",
-            "test_cmd": build_test_command(package, options=GRADING_OPTIONS, with_path=False),
+            **build_grading_command(package)._asdict(),
             "timeout_s": round(made.baseline.seconds * _SLOWDOWN + _GRADING_MARGIN_S),
         },
         "solution": {"patch": write_patch(bug.path, bug.text, package.files[bug.path])},

@@ -1,6 +1,6 @@
 """Run the tests of a package in a sandbox: twice without a bug, to find flaky tests, and once with each bug.
 
-Graders later run the tests with the same options and parse the log in the same way.
+Graders later run the same command, also with the witness, and parse the log in the same way. Otherwise, a bug could be caught only here.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import msgspec
 
 from turngate.common.aio import run_to_completion
+from turngate.common.safe_text import sanitize
 from turngate.errors import TaskError
 from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
 from turngate.tasks.grading.logs import parse_log
+from turngate.tasks.grading.observed_run import run_observed
 from turngate.tasks.grading.types import CaseOutcome
 from turngate.tasks.loaders.rows import store_files
-from turngate.tasks.repairs.package import Package
+from turngate.tasks.repairs.package import Package, is_test
 
 FIRST_LIMIT_S = 120.0  # time limit of the unchanged package's tests
 OUTPUT_BYTES = 16_000_000
@@ -73,6 +76,19 @@ def build_test_command(
 GRADING_OPTIONS = "-q --no-header -rA --tb=short --color=no -p no:cacheprovider"
 
 
+class GradingCommand(NamedTuple):
+    """How graders run the package's tests: `before` sets variables, and `test_cmd` runs the tests."""
+
+    before: str
+    test_cmd: str
+
+
+def build_grading_command(package: Package) -> GradingCommand:
+    # PYTHONPATH is not set in test_cmd, because that would hide the witness's folder.
+    before = f"export PYTHONPATH={package.root}" if package.root else ""
+    return GradingCommand(before, build_test_command(package, options=GRADING_OPTIONS, with_path=False))
+
+
 class TestRun(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one run of the tests."""
 
@@ -83,6 +99,9 @@ class TestRun(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int
     timed_out: bool
     seconds: float
+    hidden: tuple[
+        str, ...
+    ] = ()  # modules of the package that tests cannot import, because pytest imports others of the same names
 
     @property
     def passed(self) -> frozenset[str]:
@@ -106,17 +125,23 @@ class Bench:
         """Run all tests after replacing the content of some files. `changed` maps their paths to the new content."""
         await self._write(changed)
         began = time.monotonic()
-        command = build_test_command(self._package, options=GRADING_OPTIONS)
-        done = await self._sandbox.exec(
-            ["sh", "-c", f"{command} 2>&1"], env=_ENV, timeout_s=limit_s, keep=OUTPUT_BYTES, leave=False
+        command = build_grading_command(self._package)
+        run = await run_observed(
+            self._sandbox,
+            command.test_cmd,
+            before=command.before,
+            test_files=[path for path in self._package.files if is_test(path)],
+            timeout_s=limit_s,
+            env=_ENV,
         )
-        log = done.stdout.decode("utf-8", "replace")
+        log = run.output.decode("utf-8", "replace") if run.log is None else run.log
         return TestRun(
-            cases=parse_log("pytest", log),
+            cases={} if run.log is None else parse_log("pytest", run.log),
             log=log.replace(f"{self._sandbox.workdir}/", ""),
-            exit_code=done.exit_code,
-            timed_out=done.timed_out,
+            exit_code=run.exit_code,
+            timed_out=run.timed_out,
             seconds=time.monotonic() - began,
+            hidden=run.report.find_hidden(self._package.files),
         )
 
     async def measure_distance(
@@ -176,6 +201,12 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
                 f"repairs: the tests of {package.name} take longer than {FIRST_LIMIT_S:g} s; choose a package with faster tests",
                 param="sources",
             )
+        if run.hidden:
+            raise TaskError(
+                f"repairs: {package.name}: pytest itself imports another module with the name of {', '.join(run.hidden[:3])}, so the tests "
+                "would not find bugs in this package; choose a package that pytest does not need",
+                param="sources",
+            )
         if not run.passed or run.exit_code >= _COLLECTION_FAILED:
             tail = " ".join(run.log.strip().splitlines()[-3:])[-400:]
             problem = "pytest did not run all tests" if run.passed else "no test passed"
@@ -194,7 +225,7 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
 
 
 def find_excerpt(log: str, case: str) -> str:
-    """Return a failed test's report from pytest's log, shortened if it is long."""
+    """Return a failed test's report from pytest's log, shortened if it is long, and without control characters."""
     name = case.partition("::")[2].replace("::", ".")
     lines = log.splitlines()
     header = re.compile(rf"_+ (ERROR at \w+ of )?{re.escape(name)} _+")
@@ -205,7 +236,7 @@ def find_excerpt(log: str, case: str) -> str:
     for line in lines[start + 1 :]:
         if re.fullmatch(r"(_{2,}|={2,}|-{2,}) .* (_{2,}|={2,}|-{2,})", line) or len(block) == _MAX_EXCERPT_LINES:
             break
-        block.append(line.rstrip())
+        block.append(sanitize(line.rstrip()))
     return "\n".join(block)[:_MAX_EXCERPT].rstrip()
 
 

@@ -18,6 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
+from email.message import Message
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -30,6 +31,7 @@ MAX_FILE_BYTES = 400_000
 MAX_PACKAGE_BYTES = 4_000_000
 FETCH_TIMEOUT_S = 120.0
 TEST_FOLDERS = ("test", "tests", "testing")
+_METADATA = "PKG-INFO"  # the metadata of a release, in its archive and in the folder that it is unpacked to
 _RELEASE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
 # Parts of a repository that neither the package nor its tests need.
 _LEFT_OUT = {"docs", "doc", "build", "dist", "benchmarks", "node_modules", "__pycache__"}
@@ -116,13 +118,14 @@ def _load_folder(folder: Path) -> Package:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.is_symlink() and _is_needed(path.relative_to(folder).as_posix())
     }
+    about = _parse_metadata(files.pop(_METADATA, b""))
     texts, left_out = _decode_files(files, str(folder))
     project = _read_project(folder, texts)
     stated = project.get("license")
     return Package(
-        name=str(project.get("name") or folder.resolve().name),
-        version=str(project.get("version") or ""),
-        license=str(stated.get("text", "") if isinstance(stated, dict) else stated or ""),
+        name=str(project.get("name") or about["Name"] or folder.resolve().name),
+        version=str(project.get("version") or about["Version"] or ""),
+        license=str(stated.get("text", "") if isinstance(stated, dict) else stated or "") or _read_license(about),
         origin=folder.resolve().name,
         files=texts,
         left_out=left_out,
@@ -168,26 +171,32 @@ def _decode_files(files: Mapping[str, bytes], where: str) -> tuple[dict[str, str
 def _load_release(name: str, version: str) -> Package:
     content = _fetch_archive(name, version)
     files = dict(_unpack(content, f"{name}=={version}"))
-    about = email.parser.Parser().parsestr(files.pop("PKG-INFO", b"").decode("utf-8", "replace"))
+    about = _parse_metadata(files.pop(_METADATA, b""))
     texts, left_out = _decode_files(
         {path: files[path] for path in sorted(files) if _is_needed(path)}, f"{name}=={version}"
     )
     return Package(
         name=name,
         version=version,
-        license=_read_license(about.get_all("Classifier", []), about["License-Expression"], about["License"]),
+        license=_read_license(about),
         origin=f"{name}=={version} sha256:{hashlib.sha256(content).hexdigest()}",
         files=texts,
         left_out=left_out,
     )
 
 
-def _read_license(classifiers: list[str], expression: str | None, text: str | None) -> str:
+def _parse_metadata(content: bytes) -> Message:
+    return email.parser.Parser().parsestr(content.decode("utf-8", "replace"))
+
+
+def _read_license(about: Message) -> str:
     """Return the license that a release states: an SPDX expression, a short text, or classifiers."""
+    expression, text = about["License-Expression"], about["License"]
     if expression:
-        return expression
+        return str(expression)
     if text and "\n" not in text and text != "UNKNOWN":
-        return text
+        return str(text)
+    classifiers = about.get_all("Classifier", [])
     return ", ".join(line.rpartition(" :: ")[2] for line in classifiers if line.startswith("License ::"))
 
 

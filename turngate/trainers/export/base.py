@@ -97,7 +97,8 @@ def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] =
     for name in _TEACHER_FLAGS if choices.teacher is None else ():
         if getattr(choices, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} applies only with a teacher; also pass --teacher", param=name
+                f"--{name.replace('_', '-')} applies only with a teacher; also pass --teacher (formats rows and tree only)",
+                param=name,
             )
     if taken := set(choices.side) & set(TEACHER_COLUMNS if choices.teacher is not None else ()):
         raise ConfigError(

@@ -57,9 +57,10 @@ def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Ite
     A single output file gets its final name only if the `with` block succeeds. `folder` means that the user asked for a folder, in which
     each record becomes a file.
     """
+    kinds = ".jsonl or .parquet" if layout.columns else ".jsonl"
     if folder and not layout.folder:
         raise ConfigError(
-            f"out: {out}/ names a folder, but {layout.what} are written to a single file; remove the trailing /",
+            f"out: {out}/ names a folder, but {layout.what} are written to a single file; pass the name of a {kinds} file",
             param="out",
         )
     if layout.folder and (folder or not out.suffix or out.is_dir()):
@@ -67,7 +68,7 @@ def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Ite
         return
     if out.suffix not in (".jsonl", ".parquet"):
         more = " or a folder" if layout.folder else ""
-        raise ConfigError(f"out must be a .jsonl or .parquet file{more}, not {out}", param="out")
+        raise ConfigError(f"out must be a {kinds} file{more}, not {out}", param="out")
     if out.suffix == ".parquet" and not layout.columns:
         raise ConfigError(f"out: {layout.what} cannot be written to a Parquet file; write a .jsonl file", param="out")
     _create_folder(out.absolute().parent)

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import msgspec
 import torch
@@ -54,9 +55,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
                     own.copy_(weights[name])
             optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
             return float(saved["param_groups"][0]["lr"])
-        except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
+        except (OSError, EOFError, UnpicklingError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
+            why = str(error).partition("\n")[0] or "a file is empty"
             raise ConfigError(
-                f"checkpoint: cannot resume from {self.folder} ({error}); restore the folder from a backup, or choose another --out folder",
+                f"checkpoint: cannot resume from {self.folder} ({why}); restore the folder from a backup, or choose another --out folder",
                 param="out",
             ) from None
 

@@ -98,8 +98,8 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"engine_host: cannot listen on {self._host} ({error.strerror}); pass an address at which the cluster's nodes can "
-                "reach this machine",
+                f"engine_host: cannot listen on {self._host} ({error.strerror}); pass the address of a network interface of this "
+                "machine that the cluster's nodes can reach",
                 param="engine_host",
             ) from None
         return self

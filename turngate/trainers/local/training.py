@@ -62,7 +62,8 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("n must be at least 2, because advantages compare the rollouts of a group", param="n")
         if self.settings.advantages == "turn" and not self.feed_config().credit:
             raise ConfigError(
-                "'advantages' is 'turn', but the feed does not deliver turn advantages; set FeedConfig(credit=TurnCredit())",
+                "'advantages' is 'turn', but the feed does not deliver turn advantages; set 'feed' to a FeedConfig with "
+                "credit=TurnCredit()",
                 param="advantages",
             )
         if self.settings.teacher_kl:
@@ -272,7 +273,7 @@ async def _open_feed(
         changes = "; ".join(f"{name} was {old[name]} and is now {new[name]}" for name in new if old[name] != new[name])
         raise ConfigError(
             f"data: a training run with different settings is recorded in this store ({changes}); use that run's settings, "
-            "or choose another --out folder (and --data)",
+            "or choose another --out folder (and, if you pass --data, another --data)",
             param="data",
         ) from None
 

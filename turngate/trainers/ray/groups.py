@@ -114,6 +114,6 @@ def open_groups(
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ConfigError(f"groups on Ray need {error.name}; run `pip install 'turngate[ray]'`", param="ray") from None
+        raise ConfigError(f"open_groups needs {error.name}; run `pip install 'turngate[ray]'`", param="ray") from None
     actor = ray.remote(FeedActor).options(**{"num_cpus": 0, "max_concurrency": _MAX_CALLS, **options})
     return GroupIterator(actor.remote(url, admin_key or read_admin_key(), name, config, after, mark))

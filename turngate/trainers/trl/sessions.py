@@ -108,7 +108,8 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         outcome = self._owner.wait_for(self._running, timeout_s)
         if outcome.kind in ("infrastructure fault", "invalid task") or outcome.status in ("error", "cancelled"):
             why = outcome.fault.message if outcome.fault is not None else outcome.grade.message if outcome.grade else ""
-            raise TurngateError(f"session {outcome.session}: {outcome.kind or outcome.status}: {why or outcome.stop}")
+            name = f"session {outcome.session}" if outcome.session else f"rollout {outcome.rollout}"
+            raise TurngateError(f"{name}: {outcome.kind or outcome.status}: {why or outcome.stop}")
         if outcome.exclusion:
             raise TurngateError(f"session {outcome.session}: {outcome.exclusion}")
         for warning in outcome.warnings:

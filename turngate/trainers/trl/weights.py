@@ -142,7 +142,12 @@ class FencedTransfer:
         try:
             self._thread.run(self._gateway.resume())
         except TurngateError as error:
-            log.warning("%s stays paused for up to %g s: %s", self._gateway.url, self._limit_s, error.message)
+            log.warning(
+                "could not resume %s, which stays paused for up to %g s: %s",
+                self._gateway.url,
+                self._limit_s,
+                error.message,
+            )
 
 
 class NoTransfer:

@@ -393,8 +393,8 @@ def _load_state(checkpoint: Path, feed: str) -> FeedState:
     file = checkpoint / STATE
     if not file.is_file():
         raise ConfigError(
-            f"checkpoint: {checkpoint} has no {STATE}, so it was not written by a `CheckpointedTrainer`, and the trained rows are "
-            "unknown; resume from a checkpoint that has this file, or leave out `checkpoint` to start after the committed deliveries",
+            f"checkpoint: {checkpoint} has no {STATE}, so it is not a checkpoint of a `CheckpointedTrainer`, and the trained rows "
+            "are unknown; resume from a checkpoint that has this file, or leave out `checkpoint` to start after the committed deliveries",
             param="checkpoint",
         )
     if not (checkpoint / LAST).is_file():

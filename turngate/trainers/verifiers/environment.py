@@ -309,8 +309,10 @@ def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
     if outcome.status == "cancelled":
         raise vf.HarnessError(f"the rollout was cancelled: {outcome.stop}")
     if outcome.kind is not None and outcome.reward is None:
+        why = outcome.grade.message if outcome.grade is not None else ""
         raise vf.HarnessError(
-            f"the rollout is excluded because its status is {outcome.status!r} (see on_timeout, on_failure, on_limit, on_lost)"
+            f"the rollout is excluded because it has no reward: {why or outcome.status} "
+            "(see on_timeout, on_failure, on_limit, on_lost)"
         )
     if outcome.exclusion:
         raise vf.HarnessError(f"the rollout is excluded: {outcome.exclusion}")
