@@ -188,7 +188,7 @@ class EngineRejected(EngineError):
     kind = "invalid_request_error"
 
 
-class EngineRouteMissing(EngineRejected):
+class EngineNotFound(EngineRejected):
     """The engine does not have the requested route, or does not serve the requested model."""
 
 

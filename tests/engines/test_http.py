@@ -19,8 +19,8 @@ from turngate.errors import (
     ContextOverflow,
     EngineBusy,
     EngineError,
+    EngineNotFound,
     EngineRejected,
-    EngineRouteMissing,
     EngineTimeout,
     EngineUnavailable,
     TurngateError,
@@ -196,7 +196,7 @@ async def test_overflow_code_is_context_overflow() -> None:
     ("status", "text", "expected"),
     [
         (400, "bad top_p", EngineRejected),
-        (404, "The model `x` does not exist.", EngineRouteMissing),
+        (404, "The model `x` does not exist.", EngineNotFound),
         (422, "unprocessable", EngineRejected),
         (401, "bad key", EngineError),
         (403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.", EngineError),

@@ -19,7 +19,7 @@ REFUSALS = (
     errors.TooLarge,
     errors.Unprocessable,
     errors.EngineRejected,
-    errors.EngineRouteMissing,
+    errors.EngineNotFound,
 )
 OTHERS = (
     errors.ContextOverflow,

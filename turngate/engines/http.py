@@ -24,8 +24,8 @@ from turngate.errors import (
     ContextOverflow,
     EngineBusy,
     EngineError,
+    EngineNotFound,
     EngineRejected,
-    EngineRouteMissing,
     EngineTimeout,
     EngineUnavailable,
     TurngateError,
@@ -112,7 +112,7 @@ def error_from_status(engine: str, status: int, message: str, evidence: str = ""
     if 400 <= status < 500:
         if _OVERFLOW.search(words):
             return parse_overflow(text, words)
-        return EngineRouteMissing(text) if status in (404, 405) else EngineRejected(text)
+        return EngineNotFound(text) if status in (404, 405) else EngineRejected(text)
     if status in (502, 503):
         return EngineBusy(text) if _BUSY.search(words) else EngineUnavailable(text)
     return EngineUnavailable(text) if _DYING.search(words) else EngineError(text)

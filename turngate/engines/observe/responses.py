@@ -37,7 +37,7 @@ from turngate.engines.observe.translate import (
     translate_sampling,
     wants_thinking,
 )
-from turngate.errors import BadRequest, EngineError, EngineRejected, EngineRouteMissing, NotFound, TurngateError
+from turngate.errors import BadRequest, EngineError, EngineNotFound, EngineRejected, NotFound, TurngateError
 from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -154,7 +154,7 @@ class ResponsesRelay(StreamingRelay):
         body = {name: body[name] for name in _COUNTED if name in body}
         try:
             return (await self._request("/responses/input_tokens", body, _Count, request)).input_tokens
-        except EngineRouteMissing as error:  # not all endpoints of this dialect can count tokens
+        except EngineNotFound as error:  # not all endpoints of this dialect can count tokens
             raise NotFound(f"this endpoint did not count the tokens ({error.message}); estimate them instead") from None
 
     def _path(self, request: RelayRequest) -> str:
