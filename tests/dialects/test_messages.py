@@ -296,6 +296,11 @@ def test_tool_reference_without_name_is_refused(block: Json, param: str) -> None
     )
 
 
+def test_stored_tool_reference_without_name_is_still_read() -> None:
+    stored = b'[{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "tool_reference"}]}]'
+    assert decode_stored_messages("messages", stored) == [Message("user", "hello\nThe tool  is available now.")]
+
+
 @pytest.mark.parametrize(
     ("definition", "field", "words"),
     [

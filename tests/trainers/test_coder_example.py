@@ -182,8 +182,8 @@ ROW = {
         "There is a bug in a: tests fail.\n\nThe bug is in the function `f` in `a.py` (lines 1 to 2).\n\nFailing tests:\n- t.py::test_f\n\n"
         "The first one reports:\n\n```\nE   assert 3 == 2\n```\n\nRun them with:\n\n```\nPYTHON t.py\n```\n"
     ),
-    "files": {"a.py": "def f(a):\n    return a + 2\n", "t.py": "from a import f\nassert f(1) == 2\n"},
-    "metadata": {"path": "a.py", "function": "f"},
+    "files": {"src/a.py": "def f(a):\n    return a + 2\n", "t.py": "from a import f\nassert f(1) == 2\n"},
+    "metadata": {"path": "src/a.py", "function": "f"},
     "solution": {"patch": "--- a/a.py\n+++ b/a.py\n@@ -2 +2 @@\n-    return a + 2\n+    return a + 1\n"},
 }
 
@@ -195,7 +195,7 @@ def run_fix(folder: Path, line: str, new: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.process
 def test_edit_command_changes_one_line_of_the_original(tmp_path: Path) -> None:
-    row = {**ROW, "instruction": ROW["instruction"].replace("PYTHON", sys.executable)}  # type: ignore[attr-defined]
+    row = {**ROW, "instruction": ROW["instruction"].replace("PYTHON", f"PYTHONPATH=src {sys.executable}")}  # type: ignore[attr-defined]
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "train.jsonl").write_text(json.dumps(row) + "\n")
     command = [
@@ -218,7 +218,8 @@ def test_edit_command_changes_one_line_of_the_original(tmp_path: Path) -> None:
         assert run_fix(tmp_path, line, new).stderr.startswith("Use: python3 fix.py LINE")
     assert "already is `return a + 2`" in run_fix(tmp_path, "2", "return a + 2").stderr
     failed = run_fix(tmp_path, "1", "def f(a, b):")
-    assert failed.returncode == 1 and "With this change, the tests still fail: " in failed.stderr
+    assert failed.returncode == 1 and "With this change, the tests still fail: TypeError: " in failed.stderr
+    assert (tmp_path / "src" / "a.py").read_text() == ROW["files"]["src/a.py"]  # type: ignore[index]
     passed = run_fix(tmp_path, "2", "return a + 1")  # keeps the indentation, and restores line 1
     assert passed.returncode == 0 and passed.stdout.startswith("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-    assert (tmp_path / "a.py").read_text() == "def f(a):\n    return a + 1\n"
+    assert (tmp_path / "src" / "a.py").read_text() == "def f(a):\n    return a + 1\n"

@@ -326,15 +326,15 @@ def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
             case _Block(type="text"):
                 texts.append(block.text or "")
             case _Block(type="tool_reference"):
-                name = _require_name(block.tool_name, f"{where}.tool_name")
+                name = _require_name(block.tool_name, f"{where}.tool_name", tools)
                 texts.append(_announce_tool(name, tools, where))
             case _Block(type="tool_addition", tool=_ToolChange(type="tool_reference", name=added)):
-                name = _require_name(added, f"{where}.tool.name")
+                name = _require_name(added, f"{where}.tool.name", tools)
                 texts.append(_announce_tool(name, tools, where))
             case _Block(type="tool_addition", tool=_ToolChange(type="tool_definition", definition=raw)):
                 texts.append(_describe_tool(_decode_definition(raw, f"{where}.tool.definition")))
             case _Block(type="tool_removal", tool=_ToolChange(type="tool_reference", name=removed)):
-                name = _require_name(removed, f"{where}.tool.name")
+                name = _require_name(removed, f"{where}.tool.name", tools)
                 texts.append(f"The tool {name} is no longer available.")
             case _:
                 texts.append(placeholder(block.type, bytes(block.source)))
@@ -342,10 +342,10 @@ def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
     return "\n".join(text for text in texts if text), unsupported
 
 
-def _require_name(name: str | None, where: str) -> str:
-    if not name:
+def _require_name(name: str | None, where: str, tools: MessagesTools | None) -> str:
+    if not name and tools is not None:  # stored messages of earlier versions may lack it
         raise BadRequest(f"{where} is missing", param=where)
-    return name
+    return name or ""
 
 
 def _announce_tool(name: str, tools: MessagesTools | None, where: str) -> str:

@@ -160,9 +160,7 @@ class FamilyRenderer:
         values = {"thinking_retention": "all", **kwargs}
         try:
             return create_renderer(self.tokenizer, type(config)(**values))
-        except (
-            Exception
-        ) as error:  # the package raises many kinds, such as AssertionError if the tokenizer lacks a special token
+        except (ValueError, TypeError, KeyError, AssertionError) as error:  # of the package, or of pydantic
             if not kwargs:
                 raise ConfigError(
                     f"family: the renderer {self.name} does not fit the model's tokenizer: {error}; choose another family, or 'template'",

@@ -104,33 +104,34 @@ class _Pruner:
         count = size = 0
         while left and count < _FILE_SESSIONS and size < _FILE_BYTES and not self._is_stopping():
             group = left.popleft()
-            sessions = self._read_group(group)
-            if not sessions:
+            if not self._is_readable(group):
                 continue
             archived.append(group)
             count += len(group)
-            for session in sessions:
+            for old in group:  # read again, because a group may be too large for memory
+                session = self._read(old)
                 if session.compute_digest() not in known:
                     size += session.size
                     self.result.archived += 1
                     yield session
 
-    def _read_group(self, group: Sequence[OldSession]) -> list[ArchivedSession]:
-        """Read the sessions of a group. If one of them cannot be read, count the group as kept, and return an empty list."""
-        sessions: list[ArchivedSession] = []
+    def _is_readable(self, group: Sequence[OldSession]) -> bool:
+        """Return whether all sessions of a group can be read. If not, count the group as kept."""
         reasons: Counter[str] = Counter()
         for session in group:
-            self._store.retention.renew_claim()
             try:
-                with self._reader.snapshot(), self._reader.database.reading() as db:
-                    sessions.append(read_session(db, session.key))
+                self._read(session)
             except StoreError as error:
                 reasons[f"session {session.id} cannot be archived: {error.message}"] += 1
-        if not reasons:
-            return sessions
-        self.result.damaged.extend(reasons)
-        self._keep(group, reasons)
-        return []
+        if reasons:
+            self.result.damaged.extend(reasons)
+            self._keep(group, reasons)
+        return not reasons
+
+    def _read(self, session: OldSession) -> ArchivedSession:
+        self._store.retention.renew_claim()
+        with self._reader.snapshot(), self._reader.database.reading() as db:
+            return read_session(db, session.key)
 
     def remove(self, groups: Sequence[list[OldSession]]) -> None:
         """Remove groups as a whole, even if the run is stopping. If a session is needed again or has changed, its group is kept.

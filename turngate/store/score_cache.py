@@ -96,8 +96,10 @@ class ScoreCache:
                 raise sqlite3.DatabaseError(
                     f"it has version {version}, but this version of Turngate supports version {_VERSION}"
                 )
-            tables = self._db.execute("SELECT DISTINCT tbl_name FROM sqlite_master").fetchall()
-            if version == 0 and tables not in ([], [("scores",)]):
+            tables = self._db.execute(
+                "SELECT DISTINCT tbl_name FROM sqlite_master WHERE tbl_name NOT LIKE 'sqlite%'"
+            ).fetchall()
+            if tables not in ([], [("scores",)]):
                 raise sqlite3.DatabaseError("it is a database of another program")
             if path is not None:  # only now, so that a file that is not a cache stays unchanged
                 path.chmod(0o600)

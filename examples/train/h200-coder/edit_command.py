@@ -33,24 +33,28 @@ import pathlib, shlex, subprocess, sys, textwrap
 file, first, last, tests = {constants}
 usage = f"Use: python3 fix.py LINE <<'END', then the new line, then END; LINE is a number from {{first}} to {{last}}"
 words = sys.argv[1:]
-if len(words) != 1 or not words[0].isdigit() or not first <= int(words[0]) <= last:
+if len(words) != 1 or not words[0].isdecimal() or not first <= int(words[0]) <= last:
     sys.exit(usage)
 number, new = int(words[0]), textwrap.dedent(sys.stdin.read().strip("\\n")).rstrip()
 if not new:
     sys.exit(usage)
-lines = pathlib.Path("{original}").read_text().split("\\n")
+original = pathlib.Path("{original}").read_text()
+lines = original.split("\\n")
 old = lines[number - 1]
 if new == old.strip():
     sys.exit(f"Line {{number}} already is `{{new}}`. Try another change.")
 lines[number - 1] = textwrap.indent(new, old[: len(old) - len(old.lstrip())])
 pathlib.Path(file).write_text("\\n".join(lines))
 try:
-    run = subprocess.run(shlex.split(tests), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=6)
-except subprocess.TimeoutExpired:
-    sys.exit("The tests hang with this change. Try another one.")
-if run.returncode:
+    # `env`, because the command may begin with PYTHONPATH=src
+    run = subprocess.run(["env", *shlex.split(tests)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=6)
     result = (run.stdout.strip() or run.stderr.strip()).split("\\n")[-1]
-    sys.exit(f"With this change, the tests still fail: {{result}}. The line is restored. Try another change.")
+    failure = f"With this change, the tests still fail: {{result}}." if run.returncode else ""
+except subprocess.TimeoutExpired:
+    failure = "With this change, the tests hang."
+if failure:
+    pathlib.Path(file).write_text(original)
+    sys.exit(f"{{failure}} The line is restored. Try another change.")
 print("{finished}")
 '''
 _FINISHED = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # a command's output that ends mini-SWE-agent's run

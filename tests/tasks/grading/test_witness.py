@@ -159,6 +159,12 @@ def test_names_are_relative_to_start_folder(tmp_path: Path) -> None:
     assert report.ended and report.passed("lib/tests/test_x.py::test_one") and not report.replaced
 
 
+def test_modules_imported_before_the_witness_are_not_hidden() -> None:
+    """Tests get a module that a .pth file imported with and without the witness."""
+    names = witness._list_imported_modules(("/nowhere/",), {"json"})
+    assert "json" not in names and {"hashlib", "pytest"} <= set(names)
+
+
 def test_modules_that_pytest_imported_are_hidden_from_tests(tmp_path: Path) -> None:
     """The witness imports pytest before the tests run, so they get the installed `iniconfig`."""
     test = "import iniconfig, sums\ndef test_one(): assert iniconfig.IniConfig and sums.TWO == 2\n"

@@ -37,6 +37,7 @@ printf '\\n%s %s\\n' "$turngate_end" "$turngate_code"
 SITE = """
 try:
     import os, sys
+    turngate_before = set(sys.modules)
     turngate_path = list(sys.path)
     turngate_version = "python%d.%d" % sys.version_info[:2]
     turngate_own = [os.path.dirname(os.path.abspath(__file__))]
@@ -51,7 +52,7 @@ try:
     finally:
         sys.path[:] = turngate_path
     try:
-        turngate_witness.start_witness()
+        turngate_witness.start_witness(turngate_before)
     finally:
         turngate_witness.run_next_sitecustomize()
 except Exception:

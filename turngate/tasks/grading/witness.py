@@ -392,10 +392,14 @@ def _read_test_list():
     return os.fsdecode(first), [os.fsdecode(path) for path in rest.split(b"\0") if path]
 
 
-def _list_imported_modules(work):
-    """Return the names of the modules that were imported from outside the folders `work`. Tests cannot import others of these names."""
+def _list_imported_modules(work, before):
+    """Return the names of the modules that were imported from outside the folders `work`. Tests cannot import others of these names.
+
+    The modules `before` are left out: Python imported them before the witness, so tests would get them without the witness, too.
+    """
     names = set()
-    for name, module in list(sys.modules.items()):
+    for name in set(sys.modules).difference(before):
+        module = sys.modules[name]
         origin = getattr(getattr(module, "__spec__", None), "origin", None)
         if "." in name or not isinstance(origin, str) or origin in ("built-in", "frozen"):
             continue
@@ -413,7 +417,7 @@ def _find_first_places(path, folder):
     return [os.path.relpath(place, folder) for place in inside]
 
 
-def start_witness():
+def start_witness(before):
     """If this process runs pytest and there is a key, read and delete the key, and prepare the witness."""
     command = _find_pytest_command() if os.path.exists(HERE + "/key") else None
     if command is None:
@@ -433,7 +437,7 @@ def start_witness():
         _pytest.config.default_plugins = tuple(_pytest.config.default_plugins) + (__name__,)
         # `python -m` adds the current folder to the path, but only after this.
         places = _find_first_places([os.getcwd()] + path if command == "module" else path, folder)
-        record(imported=_list_imported_modules(work), places=places)
+        record(imported=_list_imported_modules(work, before), places=places)
     finally:
         sys.path[:] = path
 
