@@ -87,7 +87,7 @@ class Forbidden(TurngateError):
 
 
 class TooManyRequests(TurngateError):
-    """The caller sends requests too fast. The next request may succeed after `wait_s` seconds."""
+    """The caller is sending requests too fast. The next request may succeed after `wait_s` seconds."""
 
     boundary = "client"
     status = 429

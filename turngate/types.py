@@ -141,7 +141,8 @@ def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
 class PromptIds:
     """The ids of a whole prompt, stored as the JSON list that engines accept.
 
-    A turn usually extends the list by only about one percent, so only the new part is encoded. The array is decoded on first use.
+    A prompt is usually only about one percent longer than the one before it, so only its new ids are encoded. The array is decoded on first
+    use.
     """
 
     __slots__ = ("_array", "items", "size")
@@ -213,7 +214,7 @@ class DeliveredTurn(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function that the agent offers. `wire` is in OpenAI's function format, which chat templates expect."""
+    """A function that the agent lets the model call. `wire` is in OpenAI's function format, which chat templates expect."""
 
     name: str
     wire: Json
@@ -380,7 +381,10 @@ class TokenScore(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Newly sampled text. In observe mode, the kind `signature` is the provider's signature for the reasoning, which ends with it."""
+    """Newly sampled text.
+
+    In observe mode, a delta of kind `signature` contains the provider's signature for the reasoning. It is the last delta of the reasoning.
+    """
 
     kind: Literal["content", "reasoning", "signature"]
     text: str
@@ -388,7 +392,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """A complete tool call."""
+    """A complete tool call in a reply."""
 
     index: int
     call: ToolCall

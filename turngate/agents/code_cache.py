@@ -2,8 +2,8 @@
 
 The cache is built when the agent is installed. The agent runs twice against an endpoint that rejects every request, so each run ends
 after its first model call. The first run stores the compiled ES modules with all functions that were executed. Node's own compile
-cache would store each module before it runs, without its functions. The second run adds the CommonJS modules, for which Node's cache is
-enough.
+cache would store these modules before they run, when few of their functions have been compiled. The second run adds the CommonJS modules,
+for which Node's own cache is enough.
 
 Runs read the cache from the installation, which isolating sandboxes mount read-only. V8 rejects code that was compiled by a different
 version, with different flags or for a different CPU, and compiles the module as usual.
@@ -87,7 +87,7 @@ class RejectRequest(http.server.BaseHTTPRequestHandler):
 
 
 def cache_folder(installed: Installation) -> Path:
-    """Return the folder of the cache for the installation's Node. Each Node has its own, so that caches in use are never replaced."""
+    """Return the cache folder for the installation's Node binary. Each binary has its own, so that a cache in use is never replaced."""
     node = Path(installed.node).stat()
     parts = [installed.node, node.st_size, node.st_mtime_ns, ENABLE_SCRIPT, _STORE_SCRIPT]
     return Path(installed.folder, FOLDER, hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16])
@@ -96,7 +96,7 @@ def cache_folder(installed: Installation) -> Path:
 def fingerprint(spec: AgentSpec) -> str:
     """Return a fingerprint of the agent's command, input, environment and files.
 
-    After a failed build, the cache is built again only if the fingerprint has changed.
+    A failed build of the cache is not repeated until the fingerprint or the Node binary changes.
     """
     parts = msgspec.to_builtins((spec.command, spec.stdin, spec.env, spec.files))
     return f"{spec.name} {hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]}\n"
@@ -184,7 +184,7 @@ def _run(spec: AgentSpec, installed: Installation, url: str, options: list[str])
 
 @contextmanager
 def _endpoint() -> Iterator[str]:
-    """Serve `RejectRequest` on a free port, and yield its URL."""
+    """Serve `RejectRequest` on a free port, and yield the server's URL."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), RejectRequest) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()

@@ -1,4 +1,6 @@
-"""Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`. The cache is `~/.cache/turngate` by default.
+"""Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`, plus `-py<version>` for pip packages.
+
+Without `$TURNGATE_CACHE`, the cache is `~/.cache/turngate`.
 
 An installation is mounted read-only into sandboxes. There, it needs only a Node binary at a known path, or a Python of the right version.
 It contains no host paths, because sandboxes may mount it at another path. The programs in its `bin` folder find their packages
@@ -268,7 +270,7 @@ def lock_file(spec: AgentSpec) -> Path:
 
 
 def find_lock(spec: AgentSpec) -> Path | None:
-    """Return the path of an agent's lock file. Return None if it is missing (users' own agents have none) or locks a different version."""
+    """Return the path of the agent's lock file, or None if no lock file matches the agent's version and Python version."""
     lock = lock_file(spec)
     if not lock.is_file():
         return None
@@ -450,7 +452,7 @@ def _run_command(
 ) -> None:
     """Run a command. If it fails, raise `AgentError` with the last lines of its output. `action` describes the command in the error.
 
-    The command's temporary files are in `scratch`, a folder that is removed even if the command is killed.
+    The command's temporary files are in a subfolder of `scratch`. The subfolder is removed when the command ends or is killed.
     """
     environment = {
         key: value for key, value in os.environ.items() if key in PASSED_VARIABLES or key.startswith(PASSED_PREFIXES)

@@ -1,8 +1,8 @@
 """The description of an agent, loaded from TOML: how to install, configure and start the agent, and how to read its transcript.
 
 The presets are in `catalog/`. Users can add their own files with `--agent ./my.toml`, `$TURNGATE_AGENTS` (files or folders) or
-`~/.config/turngate/agents/`. If a user's agent has the same name as a preset, it replaces the preset, and Turngate prints a note. A
-description is fully validated when it is loaded. Unknown fields, unknown placeholders and a key in a command line are errors.
+`~/.config/turngate/agents/`. A user's agent replaces a preset with the same name. A description is fully validated when it is loaded.
+Unknown fields, unknown placeholders and a key in a command line are errors.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class BlockingClient:
     """A client that runs several rollouts on one gateway. Create it with `open`, and use it from one thread only."""
 
     def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
-        """Open the client. It takes the same arguments as `Client`."""
+        """Open the client. The arguments are the same as for `Client`."""
         self._client = Client(model, **where)
         self._loop = LoopThread("turngate", param="client")
         self._loop.start()
@@ -122,8 +122,9 @@ class BlockingClient:
 def _register_at_exit() -> None:
     """Close all clients when Python exits.
 
-    `atexit` would be too late, because thread pools no longer accept work then, and removing a sandbox needs a thread. This uses the same
-    hook as the thread pools instead. Hooks run in reverse order of registration, so this one is registered last to run first.
+    `atexit` would be too late, because thread pools no longer accept work then, and removing a sandbox needs a thread. This function
+    instead adds a hook to those that shut down thread pools. These hooks run in reverse order of registration. The import registers the
+    thread pools' own hook first, so that hook runs last.
     """
     import concurrent.futures.thread  # noqa: F401
 

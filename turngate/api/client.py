@@ -5,8 +5,9 @@
     async with Client("vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000", agent="pi") as client:
         async for result in client.group(task, n=8): …
 
-Rollouts run through `service.Rollouts`, or on a Ray cluster. Unlike in the HTTP service, a rollout belongs to the asyncio task that awaits
-it: cancelling the task ends the agent and removes its sandbox before the cancellation propagates. `blocking.py` is the blocking version.
+Rollouts run through `service.rollouts.Rollouts`, or on a Ray cluster. Unlike in the HTTP service, a rollout belongs to the asyncio task
+that awaits it: cancelling the task ends the agent and removes its sandbox before the cancellation propagates. `blocking.py` is the blocking
+version.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ class Client:
     async def _read_recording(
         self, rollout: str, session: str
     ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
-        """Return the trace and the rows of a rollout. If they cannot be read, the trace is None, and a note says why."""
+        """Return the trace and the rows of a rollout, and a list of notes. If reading fails, the trace is None, and a note says why."""
         if not session:
             return None, [], []
         try:

@@ -95,7 +95,7 @@ def render_html_table(results: Sequence[ResultData], facts: Sequence[str]) -> st
 
 
 def _render_hidden(count: int) -> str:
-    """Render how many lines or files are left out, or an empty string if none are."""
+    """Render the number of lines or files that are not shown. Return an empty string if the number is 0."""
     return f'<div class="tg-dim">{count:,} more not shown</div>' if count else ""
 
 
@@ -255,7 +255,7 @@ def _describe_hidden_tokens(turn: Turn, count: int) -> str:
 def _iter_tokens(turn: Turn) -> Iterator[tuple[int, str, float | None]]:
     """Yield the id, text and log-probability of each token.
 
-    The text is the id if the token adds no complete character, or if the tokenizer is not available.
+    The text is the id in brackets if the token adds no complete character, or if the tokenizer is not available.
     """
     for index, token in enumerate(turn.ids.tolist()):
         piece = turn.pieces[index] if turn.pieces else ""
@@ -313,7 +313,10 @@ def _render_texts(title: str, texts: Mapping[str, str], full: bool) -> str:
 def render_text(
     result: ResultData, *, turns: Sequence[int] | None = (), tokens: bool = False, full: bool = False
 ) -> RenderableType:
-    """Render one result as text for a terminal: its outcome and the selected turns. The arguments are those of `Result.show`."""
+    """Render one result as text for a terminal: its outcome and the selected turns.
+
+    The arguments are those of `Result.show`, with different defaults: no turns, and text instead of tokens.
+    """
     chosen = _select_turns(result, turns)
     style = {"finished": "green", "error": "red"}.get(result.status, "yellow")
     reward = "reward unknown" if result.reward is None else f"reward {result.reward:g}"

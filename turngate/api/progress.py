@@ -1,7 +1,7 @@
 """Display the progress of running rollouts in a notebook's cell or on a terminal: stages, turns and tokens.
 
 The client puts states on a `ProgressBoard`, and a `ProgressScreen` displays them. Use the screen only in the thread that waits for the
-rollouts, because a notebook would show output of other threads in the wrong cell. Outside notebooks and terminals, nothing is displayed.
+rollouts, because a notebook would show output from other threads in the wrong cell. Outside notebooks and terminals, nothing is displayed.
 """
 
 from __future__ import annotations

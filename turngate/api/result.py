@@ -114,7 +114,8 @@ class Results(list[Result]):
         """Return the advantage of each result within its group.
 
         `choice` is the formula: normalised, leave_one_out or none (see `turngate.trace.advantage`). The advantage is None if the
-        reward is unknown, if the result has no training rows, or if `choice` is leave_one_out and the group has no other known reward.
+        reward is unknown or too large, if the result has no training rows, or if `choice` is leave_one_out and the group has no other known
+        reward.
         """
         by_group: dict[str, list[int]] = {}
         for index, one in enumerate(self):

@@ -58,7 +58,7 @@ class TokenReader:
 async def read_recording(
     gateway: GatewayClient, session: str
 ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
-    """Return the trace and the rows of a session. If they cannot be read, the trace is None, and a note says why."""
+    """Return the trace and the rows of a session, and a list of notes. If reading fails, the trace is None, and a note says why."""
     if not session:
         return None, [], []
     try:

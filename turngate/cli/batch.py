@@ -378,7 +378,6 @@ def _task_table(summary: Summary, *, wide: bool) -> Table:
 
 
 def _round_table(summary: Summary) -> Table:
-    """Build the table of results per round."""
     ks = sorted({1, summary.n})
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in ("round", "graded", "reward", *(f"pass@{k}" for k in ks), "turns", "tokens"):

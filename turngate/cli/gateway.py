@@ -131,7 +131,7 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
 
 
 async def _require_engine(client: GatewayClient, *, own: bool) -> EnginesView:
-    """Return the engines of the gateway. Raise an error if it lists engines, but none of them can be used.
+    """Return the engines of the gateway. Raise an error if the gateway lists engines but none of them can be used.
 
     `own` means that this command started the gateway.
     """

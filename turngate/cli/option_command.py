@@ -49,7 +49,7 @@ class ClusterCommand(Command):
 class OptionCommand(Generic[O]):
     """A command function that takes its options as one object. Its signature gives typer one parameter per option.
 
-    The signature is computed when typer inspects it, so importing this module does not load the settings.
+    The signature is computed when typer inspects it, so defining a command does not load `turngate.config`.
     """
 
     def __init__(self, function: Callable[[O], None], options: type[O], settings: Sequence[str]) -> None:

@@ -67,7 +67,7 @@ def prepare_agent(
 
 
 def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str] | None) -> list[str]:
-    """Return the agent's options, including the command after -- as the option `command`."""
+    """Return the agent's options. If a command was passed after --, include it as the option `command`."""
     spec = find_agent(agent).spec
     pairs = list(options or ())
     names = {pair.partition("=")[0] for pair in pairs}
@@ -162,7 +162,7 @@ def _build_sampling(options: RolloutOptions) -> dict[str, Json]:
 
 
 def require_writable(folder: Path) -> Path:
-    """Return the folder if it is writable or can be created. Raise ConfigError otherwise, before an agent runs."""
+    """Return the folder. Raise ConfigError if it is not writable or cannot be created."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not existing.is_dir():
         raise ConfigError(f"out: {existing} is not a folder; choose a different --out folder", param="out")

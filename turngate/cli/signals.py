@@ -19,8 +19,8 @@ STOPPING = "Stopping: ending running commands and removing sandboxes …"
 async def cancel_on_signal(work: Coroutine[Any, Any, T], console: CommandConsole, *messages: str) -> T:
     """Run the work, and cancel it on Ctrl-C, SIGTERM or SIGHUP, or when the reader of the console's output exits.
 
-    Work may stop in several steps: each signal prints the next of `messages` and cancels the work again. After the last message, one more
-    signal prints that cleanup is in progress, and another one ends the process.
+    Work may stop in several steps: each signal prints the next of `messages` and cancels the work again. After the last message, the next
+    signal only prints that cleanup is still in progress, and the one after it ends the process.
     """
     steps = messages or (STOPPING,)
     task = asyncio.ensure_future(work)

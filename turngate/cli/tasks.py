@@ -154,7 +154,7 @@ def _check(loaded: LoadedTask) -> TaskCheck:
 
 
 def _check_log_parser(task: Task) -> TurngateError | None:
-    """Return the error if the log parser that a SWE task names does not exist or cannot be looked up, or None if it is valid."""
+    """Return an error if a log parser that the task's grader names does not exist or cannot be looked up, or else None."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
         if error := _find_parser_error(name):
@@ -219,7 +219,7 @@ def _describe_grader(task: Task) -> str:
 
 
 class ProofDisplay(LiveDisplay):
-    """Shows the progress of the proofs: in a live line on a terminal, or else as a new line per task."""
+    """Shows the progress of the proofs: on a terminal in a live line, elsewhere in a new line per task."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console)

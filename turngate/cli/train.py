@@ -201,8 +201,8 @@ def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int
 
     Return 1 if no rollout has finished, and 0 if the folder contains no batch.
 
-    Raise ConfigError if the batch was started with different terms: the settings in its ledger, which must not change. `options` maps
-    the names of the terms to flags, for the error message.
+    The terms of a batch are the settings that must not change when the batch is resumed. Raise ConfigError if the batch was started with
+    different terms. `options` maps the names of the terms to flags, for the error message.
     """
     if not (plan.folder / ledger.LEDGER_NAME).exists():
         return 0

@@ -129,10 +129,9 @@ def _verify_selected(folder: SessionReader, options: VerifyCommandOptions, means
 
 
 def _finish(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
-    """Print the results as JSON or, on a console, the last lines. Return True if no errors were found.
+    """Print the results as JSON or, on a console, what was requested but not done (`undone`). Return True if no errors were found.
 
-    `undone` says what was requested but not done. On a console, it is printed only if there are errors. Otherwise, the caller raises an
-    exception with this text.
+    On a console, `undone` is printed only if errors were found. Otherwise, the caller raises an exception that contains it.
     """
     fine = all(verdict.ok for verdict in verdicts)
     if console is None:

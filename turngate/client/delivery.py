@@ -1,4 +1,4 @@
-"""Deliveries of a feed as numpy arrays, and how they are decoded and validated."""
+"""Decode the deliveries of a feed into numpy arrays, and validate them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return spread_rewards(len(self.ids), self.turn_rewards)
 
     def token_advantages(self) -> np.ndarray:
-        """Return the advantage of each token's turn, as float32. Tokens without an advantage have NaN."""
+        """Return the advantage of each trained token's turn, as float32.
+
+        The value is NaN for tokens that are not trained and for turns that have no advantage.
+        """
         return spread_advantages(len(self.ids), self.spans, self.turn_advantages)
 
 

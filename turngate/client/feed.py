@@ -135,7 +135,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         """Open the feed, creating it if necessary, and become its reader.
 
         `after` is the delivery number in the trainer's own checkpoint; None means the last committed number. `mark` is the feed's mark in
-        that checkpoint; if it is empty, any feed with this name is accepted. `limit` is the number of deliveries to fetch per request.
+        that checkpoint; if it is empty, any feed with this name is accepted. `limit` is the maximum number of deliveries per request.
         Staleness is checked when a delivery is fetched, so with a higher `limit`, a delivery may be staler than the feed allows by the time
         it is used. `teacher` scores the rows of each delivery before it is returned. With `form="tree"`, a delivery has trees
         (`Delivery.trees`) instead of rows. In a tree, a prefix that several rows share occurs once.
@@ -255,7 +255,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
     @property
     def _until_look_s(self) -> float:
-        """Seconds until the incomplete groups are next checked. At least 1, so that requests do not follow each other too fast."""
+        """Seconds until the incomplete groups are next checked. At least 1, so that requests are not sent in rapid succession."""
         return max(1.0, self._sizes.next_look_s - self._waited_s)
 
     async def _check_incomplete_groups(self) -> None:

@@ -55,7 +55,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give back the calls that were taken but not answered."""
+        """Give back the calls that were not answered, and fail those that were answered in part."""
         self._closed.set()
         if self._renewing is not None:
             self._renewing.cancel()

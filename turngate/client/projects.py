@@ -51,7 +51,7 @@ class ProjectClient(GatewayTransport):
         return await self._request("POST", f"/admin/keys/{quote(prefix, safe='')}/revoke", KeyView, {})
 
     async def audit(self, project: str = "", after: int | None = None, limit: int = 100) -> list[AuditEntry]:
-        """Return up to `limit` entries of the audit log after number `after`, or the newest entries if it is None. The oldest is first."""
+        """Return up to `limit` entries of the audit log, oldest first: those after number `after`, or the newest if `after` is None."""
         start = {"newest": "true"} if after is None else {"after": str(after)}
         query = urlencode({"project": project, "limit": limit, **start})
         return (await self._request("GET", f"/admin/audit?{query}", AuditPage)).entries

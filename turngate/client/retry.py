@@ -1,4 +1,4 @@
-"""How all clients retry requests while a gateway is restarting."""
+"""Retry requests while a gateway is restarting. All clients use this module."""
 
 from __future__ import annotations
 

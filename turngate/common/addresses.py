@@ -1,4 +1,4 @@
-"""Network addresses."""
+"""Recognize network addresses of this machine."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class DatabaseUrl(msgspec.Struct, frozen=True):
 
 
 def is_database_url(data: str) -> bool:
-    """Return whether `data` is the address of a shared store and not a folder."""
+    """Return whether `data` is the address of a shared store rather than a folder."""
     return data.partition("://")[0] in _SCHEMES and "://" in data
 
 

@@ -1,4 +1,4 @@
-"""The dialects: conversion between wire formats and our types. To add a dialect, write its module and add an instance to `DIALECTS`."""
+"""The dialects, which convert between wire formats and Turngate's types. To add one, write its module and add an instance to `DIALECTS`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
     """Decode a JSON list of messages from the store. Raise BadRequest if the messages or the dialect are invalid.
 
-    `dialect` names the dialect in which they arrived.
+    `dialect` is the name of the dialect in which the messages arrived.
     """
     with _reading("messages"):
         history = _find(dialect).read_stored_history([bytes(item) for item in _raws.decode(raw)])
@@ -34,7 +34,7 @@ def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
 def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
     """Decode tools from the store. Raise BadRequest if the tools or the dialect are invalid.
 
-    `dialect` names the dialect in which they arrived.
+    `dialect` is the name of the dialect in which the tools arrived.
     """
     with _reading("tools"):
         return () if raw in (b"", b"[]") else _find(dialect).read_stored_tools(raw).decode()

@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: `POST /v1/chat/completions`.
 
-Decoding splits the body into raw messages. Each message is decoded later, and only if it is new. Tools are also decoded later. All other
-fields are validated here, so that an error can name the invalid field in the way that OpenAI does.
+`Chat.decode` validates a request, but keeps its messages and tools as raw JSON until they are needed. A message that the gateway has
+already seen is usually not decoded again.
 """
 
 from __future__ import annotations
@@ -312,12 +312,12 @@ def _decode_function_call(wire: _Function, where: str) -> ToolCall:
 
 
 def _function_call_id(name: str) -> str:
-    """Return an id for a call or a result in the deprecated format, which has no ids. The id is derived from the function's name."""
+    """Derive an id from a function's name, for calls and results in the deprecated format, which has no ids."""
     return f"call_{blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}"
 
 
 def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
-    """Return the text of a message's content, and an error message if some of it is not supported (empty otherwise)."""
+    """Return the text of a message's content, and an error message, which is empty if all of the content is supported."""
     if isinstance(content, str):
         return content, ""
     texts = []

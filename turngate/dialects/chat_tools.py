@@ -32,7 +32,7 @@ _names = msgspec.json.Decoder(list[_Named])
 class ChatTools:
     """The tools of one request. `allowed` contains the names of the tools that the model sees; None means all of them.
 
-    `field` is the field of the request that contains them. Errors name it.
+    `field` is the name of the request field that contains the tools. Error messages refer to it.
     """
 
     replaceable = False
@@ -142,7 +142,7 @@ def decode_tool_choice(
 
 
 def decode_function_call(choice: Json, functions: ChatTools | None) -> tuple[Constraint | None, ChatTools | None]:
-    """Do the same as `decode_tool_choice` for the deprecated field `function_call`."""
+    """Return the same as `decode_tool_choice`, but for the deprecated field `function_call`."""
     match choice:
         case None | "auto":
             return None, functions

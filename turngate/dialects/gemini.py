@@ -1,8 +1,7 @@
 """Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and related routes.
 
-Decoding splits the body into raw contents, which are grouped into turns. Each turn is decoded later, and only if it is new
-(`gemini_history.py`). Tools are also decoded later. All other fields are validated here, so that an error can name the invalid field in the
-way that Google does. As in Google's API, field names may be in `camelCase` or `snake_case`.
+`Gemini.decode` validates a request, but keeps its contents and tools as raw JSON until they are needed. A turn that the gateway has already
+seen is usually not decoded again. As in Google's API, field names may be in `camelCase` or `snake_case`.
 """
 
 from __future__ import annotations

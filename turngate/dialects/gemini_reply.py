@@ -26,7 +26,7 @@ class GeminiReplyOptions(msgspec.Struct, frozen=True):
 
 
 class GeminiStream:
-    """Encoder for one streamed reply. Every chunk contains a part, because SDKs discard a reply if one of its chunks has none."""
+    """Encoder for one streamed reply. Every chunk contains a part, because SDKs discard a reply that has a chunk without parts."""
 
     def __init__(self, call: Call) -> None:
         options = call.reply_options if isinstance(call.reply_options, GeminiReplyOptions) else GeminiReplyOptions()
@@ -103,7 +103,7 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 
 
 def _encode_arguments(arguments: str) -> Json:
-    """Return a call's arguments as the model wrote them, on one line. Wrap them as text if they are nested too deeply or not an object."""
+    """Return a call's arguments on one line, as the model wrote them. Wrap them as text if they are not an object or are too deep."""
     if not arguments:
         return {}
     try:

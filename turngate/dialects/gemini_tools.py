@@ -76,7 +76,7 @@ def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -
 
 
 def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
-    """Convert a Gemini schema to JSON Schema: make types lower case, turn `nullable` into the type `null`, and apply `propertyOrdering`."""
+    """Convert a Gemini schema to JSON Schema. For example, types become lower case, and `nullable` becomes the type `null`."""
     if depth > _MAX_DEPTH:
         raise field_error(where, f"is nested more than {_MAX_DEPTH} levels deep; use fewer levels")
     if not isinstance(schema, dict):

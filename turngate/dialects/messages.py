@@ -1,8 +1,7 @@
 """Anthropic Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-Decoding splits the body into raw messages. Each message is decoded later, and only if it is new (`messages_history.py`). Tools are also
-decoded later. All other fields are validated here, so that an error can name the invalid field in the way that Anthropic does.
-`messages_reply.py` encodes the replies.
+`Messages.decode` validates a request, but keeps its messages and tools as raw JSON until they are needed. A message that the gateway has
+already seen is usually not decoded again. `messages_history.py` decodes messages and tools, and `messages_reply.py` encodes replies.
 """
 
 from __future__ import annotations
@@ -223,7 +222,7 @@ def _refuse_unsupported(request: MessagesRequest) -> None:
 
 
 def _decode_thinking_display(thinking: _Thinking | None) -> Literal["none", "hidden", "shown"]:
-    """Return how the reply shows thinking. If the request does not ask for thinking, show none, even if the model thinks."""
+    """Return how the reply shows thinking. If the request does not ask for thinking, return "none", even if the model thinks."""
     if thinking is None or thinking.type == "disabled":
         return "none"
     return "hidden" if thinking.display == "omitted" else "shown"

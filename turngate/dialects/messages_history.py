@@ -319,7 +319,7 @@ def _decode_system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | 
 
 
 def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
-    """Return the text of the blocks, and an error message if some of them are not supported (empty otherwise)."""
+    """Return the text of the blocks, and an error message, which is empty if all blocks are supported."""
     texts, unsupported = [], ""
     for block, where in blocks:
         match block:
@@ -349,7 +349,7 @@ def _require_name(name: str | None, where: str, tools: MessagesTools | None) -> 
 
 
 def _announce_tool(name: str, tools: MessagesTools | None, where: str) -> str:
-    """Return the text for a tool that a message refers to. Stored messages are decoded without the tools."""
+    """Return the text that announces a tool to the model: its definition, or only its name if `tools` is None (in stored messages)."""
     return f"The tool {name} is available now." if tools is None else _describe_tool(tools.find(name, where))
 
 

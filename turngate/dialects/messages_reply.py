@@ -214,7 +214,7 @@ def _usage_to_wire(usage: Usage | None) -> dict[str, Json]:
 
 
 def _context_management(options: MessagesReplyOptions) -> dict[str, Json]:
-    """Return the field that reports that no context edits were applied, if the request asked for context management."""
+    """Return the field `context_management` if the request asked for it. The field always reports that no edits were applied."""
     return {"context_management": {"applied_edits": []}} if options.edits else {}
 
 

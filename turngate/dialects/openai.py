@@ -104,7 +104,7 @@ def custom_input_to_arguments(text: str) -> str:
 
 
 class _AllowedTools(msgspec.Struct):
-    """The form in which a trace stores a list of tools if only some of them are allowed."""
+    """The form in which a trace stores a list of tools of which only some are allowed."""
 
     allowed_tools: list[str]
     tools: msgspec.Raw

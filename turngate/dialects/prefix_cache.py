@@ -1,11 +1,10 @@
-"""Incremental decoding of requests: only the new part of each request is decoded.
+"""Incremental decoding of requests: where possible, only the new part of a request is decoded.
 
-An agent sends its whole conversation with every call, so the requests of a session share a prefix. Bytes that have been decoded once are
-not decoded again.
+An agent sends its whole conversation with every call, so most requests of a session share a prefix.
 
-A request consists of a list (`messages`, `input` or `contents`) and a frame, which is the part of the body before and after the list. The
-list is compared with the known lists: those of the session's latest requests. There are three ways to decode a request, and all produce the
-same call:
+A request's body consists of a list (`messages`, `input` or `contents`) and a frame: everything before and after the list. The list is
+compared with the known lists, which are the lists of the session's latest requests. There are three ways to decode a request, and all
+produce the same call:
 
 - If the list extends a known list and the frame is the same, only the new items are decoded. Everything else is copied from the earlier
   call.
@@ -114,7 +113,7 @@ class PrefixCache:
         return best
 
     def _extend_known(self, wire: WireRequest, match: _Match) -> Call | None:
-        """Build the call from the earlier call if the request only adds items to a known list. Return None otherwise."""
+        """Build the call by extending an earlier one. Return None if that is not possible, for example because the frame is different."""
         known, body = match.known, wire.body
         frame = known.frame
         if frame is None or match.count < len(known.items) or frame.key != _request_key(wire):

@@ -411,7 +411,8 @@ def _decode_text_format(text: _Text) -> Constraint | None:
 def _echo_request(request: ResponsesRequest, reasoning: _Reasoning) -> bytes:
     """Encode the response fields that repeat the request. For settings that the gateway ignores, encode the values that are in effect.
 
-    The result is a JSON object without its braces. Requests that differ only in their items share it.
+    The result is a JSON object without its braces. It must not depend on the request's items, because requests that differ only in their
+    items share it.
     """
 
     def as_sent(field: str, default: Json) -> Json:

@@ -213,7 +213,10 @@ class ResponsesHistory:
         return item
 
     def _belongs_to_turn(self, own: str) -> bool:
-        """Return whether an item of the model belongs to the open turn. `own` is the `reply_mark` of the item's id."""
+        """Return whether an item of the model belongs to the open turn, and update the state for the next item.
+
+        `own` is the `reply_mark` of the item's id.
+        """
         mark = self._mark
         same = own == mark or not (own and mark) if self._adjacent else own != "" and own == mark
         self._adjacent = True
@@ -410,7 +413,7 @@ def _require_call_id(item: _Item, where: str) -> str:
 
 
 def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], str]:
-    """Return the texts of an item's content, and an error message if some of it is not supported (empty otherwise)."""
+    """Return the texts of an item's content, and an error message, which is empty if all of the content is supported."""
     if content is None or isinstance(content, str):
         return [content or ""], ""
     texts = []

@@ -39,7 +39,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class ItemPage(msgspec.Struct, frozen=True):
-    """The page of a list that a client requests: up to `limit` items after the item with the id `after`."""
+    """A client's request for one page of a list: up to `limit` items after the item with the id `after`."""
 
     after: str = ""
     limit: int = PAGE_SIZE
@@ -87,7 +87,7 @@ def index_items(items: Sequence[bytes]) -> dict[str, bytes]:
 
 
 def encode_message(message: Message) -> list[bytes]:
-    """Encode a message as items. This is for a message that arrived in another dialect, or whose own items are not stored."""
+    """Encode a message as items, for messages that arrived in another dialect or whose own items are not stored."""
     if message.role == "tool":
         return [
             orjson.dumps({"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content})

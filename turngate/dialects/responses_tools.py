@@ -130,7 +130,7 @@ def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
 
 
 def is_ignored(kind: str) -> bool:
-    """Return whether to hide a tool of this kind. Agents offer such tools by default, but only the provider can run them."""
+    """Return whether tools of this type are hidden from the model. Agents offer such tools by default, but only a provider can run them."""
     return kind.startswith("web_search") or kind == "image_generation"
 
 

@@ -1,4 +1,4 @@
-"""Functions that all dialects share: decode and validate fields, and describe what is wrong with them."""
+"""Helpers shared by the dialects: decode and validate fields, and describe invalid ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BACKSLASH = b"\xff\xfe"  # replaces an escaped backslash; not UTF-8
 
 
 def without_lone_surrogates(body: bytes) -> bytes:
-    """Replace lone surrogates in JSON with U+FFFD. JavaScript programs send them when they cut a string in the middle of a character."""
+    """Replace lone surrogates in JSON with U+FFFD. A JavaScript program sends one when it cuts a string in the middle of a character."""
     if not _has_surrogates(body) or _BACKSLASH in body:  # a body with `_BACKSLASH` is not UTF-8
         return body
     # Hide escaped backslashes, so that every remaining backslash starts an escape. A pattern that also matched escaped backslashes and
@@ -66,7 +66,7 @@ def is_given(raw: msgspec.Raw) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Return msgspec's message with the field's name first, such as "max_tokens: Expected `int | null`, got `str`"."""
+    """Describe a decoding error, with the field's name first: "max_tokens: Expected `int | null`, got `str`"."""
     if isinstance(error, RecursionError):
         return f"nested too deeply; use fewer than {_MAX_DEPTH} levels"
     text = str(error)
@@ -140,7 +140,7 @@ def bearer_token(headers: Mapping[str, str]) -> str:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Return whether the client is retrying a call, according to the headers that the providers' SDKs and our relay send."""
+    """Return whether the client is retrying a call, according to the headers that the providers' SDKs and the sandbox relay send."""
     return headers.get("x-stainless-retry-count", "0") not in ("", "0") or headers.get(
         "x-turngate-attempt", "1"
     ) not in ("", "1")
@@ -159,7 +159,7 @@ def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str
 
 
 def validate_sampling(values: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the sampling values, or raise BadRequest if one is out of range.
+    """Return the sampling values, or raise BadRequest if one is invalid.
 
     `names` maps each field of `Sampling` whose name differs in the dialect to the dialect's name for it.
     """

@@ -1,4 +1,4 @@
-"""Check a cell: its shared store, and its outbox of sessions that it has not shipped yet."""
+"""Check a cell: whether the shared store answers, and whether the cell ships its ended sessions there in time."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class DoctorContext:
         self._health: list[tuple[str, Health]] | None = None
 
     async def renderer(self) -> tuple[Renderer, Certificate]:
-        """Return the renderer of the configured tokenizer, and its certificate. Raise TurngateError or OSError if it cannot be loaded."""
+        """Return the renderer of the configured tokenizer, and its certificate. Raise TurngateError or OSError if loading fails."""
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)

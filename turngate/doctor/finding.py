@@ -15,7 +15,7 @@ CheckScope = Literal["here", "gateway", "anywhere"]
 
 
 class CheckOutcome(msgspec.Struct, frozen=True):
-    """One result of a check: what was found and, if there is a problem, how to fix it, in one line each."""
+    """One result of a check: a line that says what was found and, if there is a problem, a line that says how to fix it."""
 
     state: CheckState
     message: str

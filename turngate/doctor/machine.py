@@ -166,7 +166,7 @@ def _check_data_folder(folder: Path) -> list[CheckOutcome]:
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """Return the folder if it exists, otherwise its nearest parent that exists."""
+    """Return the folder if it exists, or else its nearest existing parent."""
     place = folder.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent

@@ -1,4 +1,4 @@
-"""Check the tokenizer and its chat template: whether the template is certified, and whether both are the same as the engine's.
+"""Check the tokenizer and its chat template: whether the template is certified, and whether both match the engine's.
 
 A different vocabulary is a failure: the gateway sends ids, and the engine would read them as different text. A different chat template is
 only a warning: the engine still receives the gateway's ids, but the model may have been trained with the engine's template.
@@ -181,7 +181,6 @@ def _describe_difference(ours: Sequence[int], theirs: Sequence[int], here: str =
 
 
 def _to_openai(message: Message) -> dict[str, Any]:
-    """Convert a message to OpenAI's format."""
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         wire["tool_calls"] = [

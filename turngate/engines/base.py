@@ -55,7 +55,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     sampling_mask: bool = False  # return the ids that were left to sample from at each token, if the engine can
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
-        """Encode a JSON request body: the prompt in field `field`, then the fields `others`. Ids are not converted to Python integers."""
+        """Encode a JSON request body: the prompt in field `field`, then `others`. For speed, ids are not converted to Python integers."""
         inside = self.prompt.items if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
@@ -114,7 +114,7 @@ class Engine(Protocol):
     """The interface of an engine. Implementations raise only `EngineError`s and `ContextOverflow`.
 
     `generate` returns a context manager around a stream of chunks. Leaving the context early, for any reason, aborts the generation.
-    Entering it never waits: all waiting happens while the stream is read. The last chunk has `finish` set. If the stream ends
+    Entering the context never waits: all waiting happens while the stream is read. The last chunk has `finish` set. If the stream ends
     without such a chunk, the implementation raises `EngineUnavailable`.
     """
 

@@ -115,7 +115,7 @@ class Gate:
         return [Health(self.name, True, detail, self.model, self._max_context, total)]
 
     def release(self, session: str) -> None:
-        """Do nothing: all calls of a session have ended when it is released."""
+        """Do nothing: a session is released only after all its calls have ended."""
 
     def generate(self, request: Generate) -> _Generation:
         return _Generation(self, request)
@@ -137,7 +137,7 @@ class Gate:
         return ticket
 
     def next_event(self, ticket: Ticket) -> Chunk | TurngateError | float | None:
-        """Return the next event of a call. If there is none yet, return the monotonic time at which to stop waiting, or None."""
+        """Return a call's next event. If there is none yet, return the call's deadline in monotonic time, or None if it has no deadline."""
         with self._lock:
             if ticket.events:
                 return ticket.events.popleft()
@@ -220,7 +220,10 @@ class Gate:
         finish: GateFinish | None,
         version: int | None = None,
     ) -> None:
-        """Accept the part of an answer that starts at token `at`. `finish` ends the answer. Resending the latest part has no effect."""
+        """Accept the part of an answer that starts at token `at`. If `finish` is set, the part is the last one.
+
+        Resending the latest part has no effect.
+        """
         check_piece(ids, logprobs)
         digest = digest_piece(lease, at, ids, logprobs, finish)
         with self._lock:

@@ -136,7 +136,7 @@ class GateCall:
 
 
 class GateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a generation request that a trainer needs."""
+    """The fields of a generation request that a trainer needs."""
 
     session: str
     prompt: Ids

@@ -1,4 +1,4 @@
-"""One call at the gate: its state, and the validation of its answer, which has already been converted to arrays."""
+"""One call at the gate: its state, and the validation of its answer. The answer has already been converted to arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load that an engine reports: running calls, waiting calls, and the use of its KV cache.
+"""The load that an engine reports: running calls, waiting calls and KV cache usage.
 
 All gateways that use an engine read the same report, so they share one view of its load.
 """

@@ -34,8 +34,8 @@ class Pool:
     """An engine that spreads sessions over several engines.
 
     A call is tried on at most `attempts` lanes. If they are busy, it is tried again for up to `wait_s` seconds. The pool remembers the
-    lanes of at most `max_sessions` sessions, and forgets the least recently used first. With `may_be_empty`, a pool may start without
-    engines and get them later.
+    lanes of at most `max_sessions` sessions, and forgets the least recently used first. With `may_be_empty`, the pool may start without
+    engines, which can be added later.
     """
 
     def __init__(

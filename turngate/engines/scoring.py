@@ -1,7 +1,7 @@
-"""Score given token ids: the log-probability of each token in its context, and the most likely tokens at its position.
+"""Engines that score given token ids. They return each token's log-probability in its context, and the most likely tokens at its position.
 
-Scoring calls block. To run several at the same time, make them from threads. Scores are those of the model's plain distribution, at
-temperature 1. `local/scoring.py` scores with a model in this process.
+Scoring calls block. To run several at the same time, make them from several threads. Scores are those of the model's unmodified
+distribution, at temperature 1. `local/scoring.py` scores with a model in this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOLERANCE = 1e-3  # rounding may make a log-probability slightly greater than 0
 
 
 class TokenScores(msgspec.Struct, frozen=True, eq=False):
-    """The scores of consecutive tokens. With `top_k` = 0, `top_ids` and `top_logprobs` have no columns."""
+    """The scores of consecutive tokens. If they were requested with `top_k=0`, `top_ids` and `top_logprobs` have no columns."""
 
     logprobs: Logprobs
     top_ids: Ids  # tokens × k: the most likely tokens in the same context, most likely first
@@ -33,13 +33,13 @@ class TokenScores(msgspec.Struct, frozen=True, eq=False):
 
 
 class InvalidScores(EngineError):
-    """An engine returned scores that cannot be used: for example, some are missing or not finite, or are for tokens that were not sent."""
+    """An engine returned unusable scores: for example, some are missing or not finite, or belong to tokens that were not sent."""
 
     kind = "invalid_scores"
 
 
 class ScoringEngine(Protocol):
-    """An engine that scores given ids. Implementations raise only `EngineError`s and `ContextOverflow`."""
+    """An engine that scores token ids. Implementations raise only `EngineError`s and `ContextOverflow`."""
 
     name: str
 
@@ -88,7 +88,7 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
 
 
 class _Candidate(msgspec.Struct):
-    """A token at one position of vLLM's prompt log-probabilities."""
+    """The log-probability and rank of one token that vLLM lists at one position of a prompt."""
 
     logprob: float
     rank: int | None = None
@@ -195,7 +195,7 @@ class _ScoringServer:
 
 
 class VLLMScoring(_ScoringServer):
-    """A vLLM server, which scores a prompt with `prompt_logprobs`. Its `--max-logprobs` limits `top_k`."""
+    """A vLLM server, which scores a prompt with `prompt_logprobs`. The server's `--max-logprobs` setting limits `top_k`."""
 
     def score(self, ids: Ids, spans: Sequence[Span], top_k: int = 0) -> list[TokenScores]:
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}

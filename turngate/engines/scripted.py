@@ -1,7 +1,7 @@
 """The scripted engine, which replays the token ids, delays and faults in its script. It runs in process, without HTTP.
 
-It is used by tests and by `turngate serve --engine scripted`. Log-probabilities are derived from the prompt and the ids
-(`derive_logprobs`), so they prove which prompt a recorded turn was conditioned on.
+It is used by tests and by `turngate serve --engine scripted`. Unless the script sets log-probabilities, they are derived from the prompt
+and the ids (`derive_logprobs`), so they prove which prompt a recorded turn was conditioned on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Script = Callable[[Generate, int], ScriptedTurn]
 
 
 def derive_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
-    """Compute a log-probability in (-5, 0) for each id, from the prompt and the ids up to and including it. Values are exact in float32."""
+    """Compute a log-probability in (-5, 0) for each id, from the prompt, the earlier ids and the id itself. Values are exact in float32."""
     state = _hash(prompt)
     values = []
     for token in ids:
@@ -70,9 +70,9 @@ def _hash(prompt: Ids | PromptIds) -> int:
 class Scripted:
     """An engine that follows a script.
 
-    `script` is a list of turns, or a function that returns a turn for a request and its index. The index counts the calls of one session,
-    so sessions are independent of each other. `received` contains the last `keep` requests, newest last. As with the HTTP engines, a call
-    fails after `silence_s` seconds without data.
+    `script` is a list of turns, or a function that returns a turn for a request and its index. The index is the number of earlier
+    calls of the same session, so sessions are independent of each other. `received` contains the last `keep` requests, newest last. As with
+    the HTTP engines, a call fails after `silence_s` seconds without data.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Scripted:
     ) -> Scripted:
         """Create an engine that returns random ids and then a stop id.
 
-        The ids depend on both seeds (the argument and the request's), on the prompt, and on how often that prompt was sent.
+        The ids depend on `seed`, the request's seed, the prompt, and the number of earlier requests with the same prompt.
         """
         plain = [token for token in range(vocab_size) if token not in set(stop_ids)]
         seen = _Counter()
@@ -157,7 +157,7 @@ class Scripted:
 
 
 class _Call:
-    """A running generation. `over` is set once it has succeeded or failed, but not if it was aborted."""
+    """A running generation. `over` becomes true when the generation succeeds or fails, but not when the caller aborts it."""
 
     def __init__(self, name: str, request: Generate, turn: ScriptedTurn, room: int, silence_s: float | None) -> None:
         self.over = False
@@ -228,7 +228,7 @@ class _Call:
 
 
 class _Counter:
-    """A counter per key. The least recently used keys are forgotten."""
+    """A counter per key. When there are too many keys, the least recently used key is forgotten."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()

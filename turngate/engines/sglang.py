@@ -1,16 +1,16 @@
-"""The SGLang engine, which sends token ids to the native `/generate` API, and receives sampled ids and log-probabilities.
+"""The SGLang engine, which sends token ids to SGLang's `/generate` API and receives sampled ids with their log-probabilities.
 
 It is tested against SGLang 0.5.23 on a CPU (`tests/real/test_sglang.py`). What cannot be tested on that server (older versions, adapters,
-grammars and data-parallel ranks) is tested against a stand-in.
+grammars and data-parallel ranks) is tested against a stand-in server.
 
 Peculiarities of SGLang's wire format:
 
 - Every event of a stream repeats all tokens so far, unless the server uses incremental streaming. Depending on the version, incremental
   streaming applies to the ids, the log-probabilities, or both. `completion_tokens` always counts all tokens so far, so comparing it with
   a list's length shows whether the list is incremental.
-- An adapter is selected with `lora_path`, by the name it was loaded under.
-- `/abort_request` stops every request whose id *starts* with the given one. Our ids end in a fixed number of random
-  digits, so each id matches only itself.
+- To select an adapter, `lora_path` is set to the name under which the adapter was loaded.
+- `/abort_request` stops every request whose id *starts* with the given one. Our request ids end in a fixed number
+  of random digits, so each id matches only itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "lengt
 
 
 class _Position(msgspec.Struct, array_like=True):
-    """One sampled token: `[logprob, token_id, text]`. The text is left undecoded."""
+    """One token: `[logprob, token_id, text]`. The text is not decoded."""
 
     logprob: float | None
     token_id: TokenId
@@ -110,7 +110,8 @@ class SGLang:
     """One SGLang server, or an SGLang router in front of several.
 
     `rank` pins every call to one data-parallel rank of the server. `ranks` is the number of ranks; it matters only in a `Pool`, which keeps
-    each session on one rank. `silence_s` limits the time between two bytes, so a call that is not streamed must finish within that time.
+    each session on one rank. `silence_s` limits the time between received bytes, so a call that is not streamed must finish within that
+    time.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class SGLang:
         self._expected.weights = weights
 
     async def _wrong_weights(self) -> str:
-        """Return why the engine must not be used, or an empty string if its weights are as expected or are never reported."""
+        """Return why the engine must not be used, or an empty string if its weights are as expected or cannot be checked."""
         expected = self._expected.weights
         if expected is None or expected.is_adapter:
             self.reports_weights = False
@@ -451,7 +452,7 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 def _schema(constraint: Constraint) -> str:
-    """Encode the constraint's schema as a string. SGLang needs a schema even to request an arbitrary JSON object."""
+    """Encode the constraint as a JSON schema. SGLang needs a schema even to request an arbitrary JSON object."""
     if constraint.kind == "json_object":
         return '{"type": "object"}'
     if constraint.schema is None:

@@ -1,10 +1,10 @@
-"""The vLLM engine, which sends token ids to `/v1/completions` or `/inference/v1/generate`, and receives ids and log-probabilities.
+"""The vLLM engine, which sends token ids to `/v1/completions` or `/inference/v1/generate` and receives ids with log-probabilities.
 
 It is written against the request and response models of vLLM 0.32. The server needs these settings:
 
 - `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the sampled distribution;
 - for `api="generate"`, `--enable-scale-out` on versions that require it;
-- for sampling masks, `api="generate"` and `--return-sampling-mask` (calls without `top_k` are then rejected);
+- for sampling masks, `api="generate"` and `--return-sampling-mask` (vLLM then rejects calls without `top_k`);
 - for routed experts, `api="generate"` and `--enable-return-routed-experts`, which vLLM's CPU backend does not support;
 - for `ranks`, an API server that honors `X-data-parallel-rank`, in front of several data-parallel ranks;
 - to load weights while it serves (`pause`, `load`, …), `VLLM_SERVER_DEV_MODE=1` in its environment;
@@ -43,7 +43,7 @@ _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "lengt
 
 
 class _Position(msgspec.Struct):
-    """One sampled token in the `generate` API."""
+    """One token and its log-probability in the `generate` API."""
 
     token_id: TokenId
     logprob: float | None = None
@@ -70,14 +70,14 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """The usage at the end of a reply. vLLM reports cached tokens only with `--enable-prompt-tokens-details`."""
+    """The token usage at the end of a reply. vLLM reports cached tokens only with `--enable-prompt-tokens-details`."""
 
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
-    """A whole response, or one event of a stream. The prompt's ids, of which there may be 70,000, are decoded only if requested."""
+    """A whole response, or one event of a stream. Only `_EchoEvent` decodes the prompt's ids, since there may be 70,000 of them."""
 
     choices: tuple[_Choice, ...] = ()
     error: msgspec.Raw = msgspec.Raw()
@@ -114,7 +114,7 @@ class _TopChoice(msgspec.Struct):
 
 
 class _TopEvent(msgspec.Struct):
-    """The fields of an event that are decoded in addition to `_Event`, but only for calls with `top_logprobs`."""
+    """The fields of an event that are decoded, in addition to `_Event`, for calls with `top_logprobs`."""
 
     choices: tuple[_TopChoice, ...] = ()
 
@@ -124,7 +124,7 @@ class _MaskChoice(msgspec.Struct):
 
 
 class _MaskEvent(msgspec.Struct):
-    """The fields of an event that are decoded in addition to `_Event`, but only for calls with `sampling_mask`."""
+    """The fields of an event that are decoded, in addition to `_Event`, for calls with `sampling_mask`."""
 
     choices: tuple[_MaskChoice, ...] = ()
 
@@ -155,7 +155,7 @@ class VLLM:
     """One vLLM API server. An empty `model` means the model that the server serves.
 
     `rank` pins every call to one data-parallel rank. `ranks` is the number of ranks; it matters only in a `Pool`, which keeps each session
-    on one rank. `silence_s` limits the time between two bytes, so a call that is not streamed must finish within that time.
+    on one rank. `silence_s` limits the time between received bytes, so a call that is not streamed must finish within that time.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class VLLM:
         await self._command("/update_weight_version", {"new_version": mark})
 
     async def _wrong_weights(self, served: _Models) -> str:
-        """Return why the engine must not be used, or an empty string if its weights are as expected or are never reported."""
+        """Return why the engine must not be used, or an empty string if its weights are as expected or cannot be checked."""
         expected = self._expected.weights
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
@@ -381,7 +381,7 @@ class VLLM:
     def alternatives(self, batch: Sequence[bytes], count: int) -> list[dict[int, float]]:
         """Return the `count` most likely ids for each token in the events, with their log-probabilities.
 
-        vLLM also lists the sampled token if it is not one of these. Such a token is left out.
+        If the sampled token is not one of these, vLLM lists it too, but it is left out here.
         """
         found: list[dict[int, float]] = []
         for event in self._client.decode_all(_decode_top, batch):
@@ -533,7 +533,7 @@ def _prompt(event: _Event) -> list[int] | None:
 
 
 def _completions(request: Generate) -> tuple[str, dict[str, Any]]:
-    """Return the name of the prompt field, and all other fields, of a request to the `completions` API."""
+    """Return the name of the prompt field and the other fields of a request to the `completions` API."""
     fields = _sampling(request)
     if request.echo_prompt:
         fields["return_token_ids"] = True  # also returns the whole prompt, which is 300 KB in a long rollout

@@ -1,6 +1,6 @@
-"""The interface of engines whose weights can be changed while they serve, and how the labels of their weights become policy versions.
+"""The interface of engines whose weights can be changed while they serve, and the conversion of their weight labels to policy versions.
 
-`gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. An
+`gateway/weights.py` pauses model calls, updates every replica through this interface, and resumes the calls at the new version. An
 engine that runs in the trainer's process is updated by the trainer itself.
 """
 
@@ -21,8 +21,8 @@ COMMAND_S = 60.0  # timeout for other commands
 class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The weights of one policy version: a whole model, or an adapter that is served under a name.
 
-    Paths are on the engine's machine. Without a path, the gateway did not load these weights: they are the engine's initial ones, or
-    another program loaded them.
+    Paths are on the engine's machine. If both paths are empty, the gateway did not load these weights: they are the engine's initial ones,
+    or another program loaded them.
     """
 
     version: int
@@ -55,7 +55,7 @@ class UpdatableReplica(Protocol):
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
         """Load these weights. Set `frozen` if calls in flight are paused: the engine then keeps its cache, which they need.
 
-        If loading a whole model fails, the engine must not be used, and its health says so.
+        If a failed load of a whole model leaves unusable weights, `health` must report the replica as unhealthy.
         """
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
@@ -86,9 +86,9 @@ class ExpectedWeights:
         self.weights: PolicyWeights | None = None
 
     def read_runs(self, spans: Sequence[VersionSpan] | None, request: Generate) -> VersionRuns | None:
-        """Convert the reported spans to policy versions. Return None if there are no spans, or if their labels are not policy versions.
+        """Convert the reported spans to policy versions. Return None if this is not possible.
 
-        The labels are policy versions only if the gateway loaded the weights, and loaded them as a whole model.
+        The labels are policy versions only if the gateway loaded the weights as a whole model.
         """
         if not spans or self.weights is None or self.weights.is_adapter or request.model:
             return None
@@ -99,7 +99,7 @@ def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int
     """Return (version, number of tokens) for each version in the spans.
 
     Return None if the spans have gaps, or if their labels are not policy versions up to `newest` in ascending order. An engine has a label
-    of its own, such as "default", for the weights that it was started with. Tokens with this label get the version `begun_at`, at which
+    of its own, such as "default", for the weights that it was started with. Tokens with this label get `begun_at`, the version at which
     the call began.
     """
     runs: list[tuple[int, int]] = []

@@ -80,7 +80,10 @@ class KeyRing:
         return found if found is not None and secrets.compare_digest(found.hash, hash_key(key)) else None
 
     def find_prefix(self, prefix: str) -> ApiKey | None:
-        """Return the stored record of the valid key with this prefix, or None. This does not authenticate a request."""
+        """Return the stored record of the valid key with this prefix, or None.
+
+        Prefixes are not secret, so finding one does not authenticate a request.
+        """
         found = self._refresh().keys.get(prefix)
         if found is None and _UNKNOWN_S <= self._clock() - self._read_at < self._refresh_s < float("inf"):
             self.update()  # another process may have just created the key

@@ -85,5 +85,8 @@ class Attempts:
                 log.warning("cannot cancel superseded session %s: %s", session_id, error.message)
 
     def _find_unnamed(self, rollout: str) -> str:
-        """Return `rollout` if it is a session id, otherwise an empty string. A session that names no rollout uses its id as the name."""
+        """Return `rollout` if it is a session id, otherwise an empty string.
+
+        If a session is opened without a rollout name, its id is used as the name of the rollout.
+        """
         return rollout if self._sessions.knows(rollout) else ""

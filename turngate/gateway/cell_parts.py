@@ -1,9 +1,9 @@
 """Divide the engines between projects, and each project's share between the cells that use the same engines.
 
 A cell's *part* of a project's share is proportional to the number of the project's calls in that cell, running and waiting. When a call
-ends, only the cell that ran it can use the engine capacity that becomes free. So to choose its next call, a cell compares its own running
-calls of each project with its part, and ignores the calls that run in other cells. A cell leaves capacity for other cells only while one
-of them has a waiting call that it could run without exceeding its part. All functions here are pure.
+ends, only the cell that ran it can use the engine capacity that becomes free. To choose its next call, a cell therefore compares its own
+running calls of each project with its part, and ignores the calls that run in other cells. A cell leaves capacity free only while another
+cell has a waiting call that would fit within that other cell's part. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OtherCells:
     def limit(self, own: ProjectCalls, weight: Weight) -> dict[str, int]:
         """Return how many calls of each project this cell may run, for the projects that have calls here.
 
-        Return an empty dictionary (no limits) unless another cell has a waiting call that it could run without exceeding its part.
+        Return an empty dictionary (no limits) unless another cell has a waiting call that would fit within that other cell's part.
         """
         rates = self._rate(own, weight)
         if not any(self._lacks_calls(cell, rates) for cell in self._cells):
@@ -57,7 +57,7 @@ class OtherCells:
         return {project: max(1, round(rates[project] * own.demand(project))) for project in projects}
 
     def _lacks_calls(self, cell: ProjectCalls, rates: Mapping[str, float]) -> bool:
-        """Return whether a cell has a waiting call that it could run without exceeding its part."""
+        """Return whether a cell has a waiting call that would fit within its part."""
         return any(
             cell.running.get(project, 0) + 1 <= rates[project] * cell.demand(project) for project in cell.waiting
         )
@@ -78,7 +78,7 @@ def _add_demands(cell: ProjectCalls, demands: dict[str, int]) -> None:
 
 
 def divide_fairly(total: float, demands: Mapping[str, int], weight: Weight) -> dict[str, float]:
-    """Divide `total` between the projects by weight. A project gets at most its demand, and the others divide what it leaves."""
+    """Divide `total` between the projects by weight. A project gets at most its demand, and the rest is divided between the others."""
     shares: dict[str, float] = {}
     while len(shares) < len(demands):
         unmet = {project: demand for project, demand in demands.items() if project not in shares}

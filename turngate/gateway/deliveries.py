@@ -120,7 +120,7 @@ def build_delivery(row: FeedRow, number: int, version: int, store: Store, *, for
 
 
 def _move_rows_to_trees(delivery: WireDelivery, samples: Sequence[Sequence[Sample]]) -> WireDelivery:
-    """Return the delivery with its rows merged into trees. `samples` has the samples from which each rollout's rows were built."""
+    """Return the delivery with its rows merged into trees. `samples` contains each rollout's samples, from which its rows were built."""
     members = [
         _TreeMember(index, sample, row)
         for index, (rollout, own) in enumerate(zip(delivery.rollouts, samples, strict=True))

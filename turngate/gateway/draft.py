@@ -126,7 +126,7 @@ class TurnDraft:
             self.version_runs = runs
 
     def add_side(self, arrays: Sequence[SideArray]) -> None:
-        """Add side data. Raise `EngineError` if it cannot be recorded."""
+        """Add side data. Raise `EngineError` if it is invalid."""
         for array in arrays:
             try:
                 self.side = add_array(self.side, array, self.prompt.parent, len(self.prompt.ids))
@@ -215,6 +215,6 @@ class ObservedReply:
         return Message("assistant", content, reasoning, calls, signature=signature)
 
     def is_complete(self, ids: Sequence[int]) -> bool:
-        """Return whether `ids` are all the sampled ids of this reply, and the ids of the prompt are known."""
+        """Return whether `ids` are all the sampled ids of this reply and the ids of the prompt are known too."""
         counted = self.usage is None or self.usage.completion_tokens == len(ids)
         return self.prompt is not None and not self._has_gaps and counted

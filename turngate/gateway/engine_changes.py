@@ -41,7 +41,7 @@ class EngineGroup(Protocol):
 
 
 class LocalEngines:
-    """The engine pool of this process. With `serves=False`, it gets no calls: it only reports load and updates weights."""
+    """The engine pool of this process. With `serves=False`, the pool gets no calls and only reports load and updates weights."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class EngineChanges:
         return local.describe()
 
     async def drain(self, url: str) -> EnginesView:
-        """Send no new calls to an engine."""
+        """Stop sending new calls to an engine."""
         local, group = self._require()
         async with self._updates.lock:
             await self._drain(local, group, url)

@@ -56,7 +56,7 @@ class Events:
         return self.add(session, kind, data)
 
     def wake(self, session: str) -> None:
-        """Wake the followers of this session and those that follow all sessions, after an event was written."""
+        """Wake the followers of this session and the followers of all sessions. Call this after writing an event."""
         for of in {session, ""}:
             for follower in self._followers.get(of, ()):
                 follower.set()

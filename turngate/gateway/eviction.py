@@ -53,7 +53,7 @@ class Evictor:
         return min(longest, max(_SHORTEST_S, self._rest_s / 4))
 
     def count_loaded(self, size: int) -> None:
-        """Count a trace of `size` bytes that was loaded again. If too much has been loaded since the last sweep, start another now."""
+        """Count a trace of `size` bytes that was loaded again. If too much has been loaded since the last sweep, start the next one now."""
         self._loaded_bytes += size
         if self._loaded_bytes > self._max_bytes * _EXCESS_SHARE:
             self._is_due.set()
@@ -125,8 +125,8 @@ def _malloc_trim() -> ctypes._NamedFuncPointer | None:
 def trim_memory() -> None:
     """Return free memory to the system. Otherwise, the C library keeps freed memory that lies between blocks in use.
 
-    Run this in a thread, since the call releases the interpreter lock. It holds the C library's lock, which delays larger allocations by
-    3 ms with 100 MB in use, by 9 ms with 600 MB, and by another 0.4 ms for every megabyte returned.
+    Run this in a thread, since the call releases the interpreter lock. The call holds the C library's lock, which delays larger allocations
+    by 3 ms with 100 MB in use, by 9 ms with 600 MB, and by another 0.4 ms for every megabyte returned.
     """
     trim = _malloc_trim()
     if trim is not None:

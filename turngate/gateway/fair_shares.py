@@ -1,16 +1,17 @@
 """Share the engines fairly between projects: choose which waiting call runs next while all engines are crowded.
 
 The next call comes from the project with the fewest running calls relative to its weight, and within this project from the group with the
-fewest running calls. Projects or groups that tie take turns. Calls of one group keep their order. So each project with enough calls gets
-its share of the engines, however many calls of other projects are waiting. If a project does not use its whole share, the rest goes to the
-other projects. Each project with calls has at least one running, even if its share is less than one call.
+fewest running calls. Projects or groups that tie take turns. Calls of one group run in the order in which they arrive. Each project with
+enough calls therefore gets its share of the engines, however many calls of other projects are waiting. If a project does not use its whole
+share, the rest goes to the other projects. Each project with calls has at least one of them running, even if its share is less than one
+call.
 
 Calls wait here only while all engines report long queues, or to leave room for other cells (see below). While calls are waiting, each call
 that ends lets another one in, so the load of the engines does not drop. A gateway with only one project lets every call through.
 
 If several cells use the same engines, each cell has a part of every project's share (`cell_parts.py`). The next call in a cell comes from
-the project with the fewest running calls relative to the cell's part. While another cell has a waiting call that it could run without
-exceeding its part, a project that already runs its full part in this cell starts no new call when one of its calls ends. This frees room at
+the project with the fewest running calls relative to the cell's part. While another cell has a waiting call that would fit within that
+other cell's part, a project that already runs its full part in this cell starts no new call when one of its calls ends. This frees room at
 the engines for the other cell.
 """
 

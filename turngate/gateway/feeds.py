@@ -5,7 +5,7 @@
     the trainer commits a number    ──► a restarted trainer continues from there
 
 Deliveries are built in a thread with its own database connection, since a group of long traces takes a while. A feed that starts with
-earlier outcomes is filled in steps.
+earlier outcomes is filled in steps, so that turns can run in between.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
 
 
 class _ReportResult(msgspec.Struct, frozen=True):
-    """The stored result of a mismatch report. A repeated report gets the same result. Older versions of Turngate stored only alarms."""
+    """The stored result of a mismatch report. A repeated report gets the same result. Older versions of Turngate stored only the alarms."""
 
     digest: str  # of the report's content
     alarms: tuple[MismatchAlarm, ...]

@@ -28,7 +28,7 @@ class FenceState:
         return version, "" if load is None else load.name
 
     def write_open(self, version: int, event: NewEvent | None = None) -> None:
-        """Record the version, and that no hold and no load is in progress, in one transaction.
+        """Record in one transaction the version, and that no hold or load is in progress.
 
         If only part of this were recorded, turns could be labeled with the wrong version.
         """

@@ -5,9 +5,9 @@
 The first request for a session after a restart loads it in the same way. So does a request that ends an evicted session, because the reply
 describes the session.
 
-Slices run on the event loop. The slices of all projects take about 2 ms of CPU time together, however many traces are being loaded. Then
-they give way to everything else that is ready. They do not run in a thread, because there each row of a trace could wait for the
-interpreter lock while the loop is busy.
+Slices run on the event loop. Together, the slices of all projects take about 2 ms of CPU time, however many traces are being loaded. Then
+they give way to everything else that is ready. They do not run in a thread, because a thread might have to wait for the interpreter lock
+at each row of a trace while the loop is busy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TimeSlicer:
-    """Runs jobs in slices. The slices of all jobs take about `slice_s` seconds of CPU time together, then give way to other work.
+    """Runs jobs in slices. Together, the slices of all jobs take about `slice_s` seconds of CPU time, then give way to other work.
 
     A turn needs many iterations of the event loop, and would wait for a slice in each of them if the slices did not give way. Jobs of
     `run`, which turns may wait for, alternate with jobs of `call`, however many jobs of `call` there are.
@@ -122,7 +122,7 @@ class SlicedReader:
 
 
 class SharedLoads(Generic[K, T]):
-    """Loads in progress, by key. Requests that need the same thing share one load, which continues even if they are cancelled."""
+    """Loads in progress, by key. Requests for the same key share one load, which continues even if the requests are cancelled."""
 
     def __init__(self) -> None:
         self._tasks: dict[K, asyncio.Task[T]] = {}

@@ -1,4 +1,4 @@
-"""Record the outcomes of rollouts, and reject a second outcome that differs from the first."""
+"""Record the outcomes of rollouts. A different second outcome is rejected, unless the caller asks to replace the first."""
 
 from __future__ import annotations
 

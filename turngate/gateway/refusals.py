@@ -1,7 +1,7 @@
 """Decide which failed model calls count as refused: those that could succeed only with a different request.
 
-A refused call is answered with a 4xx status because of its content: a model that is not served, an unsupported field, invalid JSON, a body
-that is too large, or anything that the engine rejects as invalid. These errors do not count as refusals:
+A refused call is answered with a 4xx status because of its content, such as a model that is not served, an unsupported field, invalid JSON,
+a body that is too large, or anything that the engine rejects as invalid. These errors do not count as refusals:
 
     401, 403    the key is wrong, so the call does not belong to the session
     409         the session has ended or has reached a limit
@@ -14,8 +14,8 @@ that is too large, or anything that the engine rejects as invalid. These errors 
 
 Requests for token counts and lists of models sample nothing, so they do not count either.
 
-Some clients try a feature and, if it is refused, repeat the call without it. So a refused call no longer counts once a call with the same
-conversation (system prompt, messages, and the response that it continues) is answered.
+Some clients try a feature and, if it is refused, repeat the call without it. A refused call therefore no longer counts once a call with the
+same conversation (system prompt, messages, and the response that it continues) is answered.
 """
 
 from __future__ import annotations

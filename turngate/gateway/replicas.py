@@ -42,7 +42,7 @@ class ReplicaSet:
         self.is_frozen = False  # whether the engines are paused with calls in flight
 
     def require(self, action: str) -> list[UpdatableReplica]:
-        """Return the replicas. Raise `Conflict` ("this gateway's engine cannot …", completed by `action`) if there are none."""
+        """Return the replicas. If there are none, raise `Conflict`; `action` completes its message "this gateway's engine cannot …"."""
         found = list_updatable_replicas(self._engine)
         if not found:
             raise Conflict(f"this gateway's engine cannot {action}; only the engines vllm, sglang and local can")
@@ -56,7 +56,7 @@ class ReplicaSet:
         return [] if self._engine is None else await self._engine.health()
 
     def expect(self, version: int) -> None:
-        """Treat replicas without the weights of `version` as down. If it is unknown where these weights are, accept any weights."""
+        """Treat replicas without the weights of `version` as down. If the location of these weights is unknown, accept any weights."""
         load = self._read_loadable(version)
         for replica in list_updatable_replicas(self._engine):
             replica.expect(load)
@@ -74,10 +74,9 @@ class ReplicaSet:
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
         """Load the current weights into an engine that is about to join the pool, unless it already has them.
 
-        Raise an error if the engine is not ready afterwards.
-
         `claimed` is the version that the engine already has, according to the caller. If another program loaded the current weights into
-        the other engines, the gateway cannot load them into the new engine, so `claimed` must be the current version.
+        the other engines, the gateway cannot load them into the new engine, so `claimed` must be the current version. Raise an error if the
+        engine is not ready afterwards.
         """
         load = self._read_loadable(version)
         if load is None and version > 0 and claimed != version:
@@ -135,7 +134,7 @@ class ReplicaSet:
     async def load(self, each: list[UpdatableReplica], load: PolicyWeights, *, repair: bool) -> list[ReplicaResult]:
         """Load weights into one replica first and then into the others, so that bad weights affect only one replica.
 
-        With `repair`, the current version is loaded again: into all replicas that are not healthy, even if the first one fails.
+        With `repair`, load the current version again into all replicas that are not healthy, even if the first one fails.
         """
 
         async def load_into(one: UpdatableReplica) -> None:
@@ -152,8 +151,8 @@ class ReplicaSet:
     ) -> list[ReplicaResult]:
         """Undo a failed load, and return which version each replica has now.
 
-        An adapter is unloaded, and a model is replaced with the previous one. Nothing is undone if the current version was being loaded
-        again.
+        An adapter is unloaded, and a model is replaced with the previous one. If the current version was being loaded again, nothing is
+        undone.
         """
         if load.version == before.version:
             return results
@@ -198,7 +197,7 @@ class ReplicaSet:
                 await self.restore(one, before)
 
     async def unload_old_adapters(self, each: list[UpdatableReplica], names: tuple[str, ...]) -> None:
-        """Unload all adapters except the two that were loaded last. `names` are the previous and the current adapter."""
+        """Unload all adapters except the two that were loaded last. `names` contains the previous and the current adapter."""
         self._adapters += [name for name in names if name and name not in self._adapters]
         while len(self._adapters) > _KEPT_ADAPTERS:
             old = self._adapters.pop(0)

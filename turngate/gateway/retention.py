@@ -44,7 +44,7 @@ class SessionPruner:
             self._task = asyncio.create_task(asyncio.to_thread(self._run, asyncio.get_running_loop()))
 
     async def stop(self) -> None:
-        """Stop after the groups that are currently being removed."""
+        """Stop, but first finish removing the current groups."""
         self._stopping.set()
         if self._task is not None:
             await self._task

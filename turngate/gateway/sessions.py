@@ -306,7 +306,10 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight when the cell may no longer serve. Agents repeat the calls, which wait until the cell serves again."""
+        """Abort all calls in flight, because the cell may no longer serve.
+
+        Agents repeat these calls, which then wait until the cell serves again.
+        """
         await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
 
     def owns(self, session_id: str) -> bool:

@@ -11,7 +11,8 @@
     reply     emit text as it is sampled, each tool call when it is complete, and `Done` when the turn is recorded
 
 `TurnPipeline.run` emits the events of a reply in batches. It is independent of wire formats: for a non-streaming reply, the server collects
-the stream. However a call ends, the tokens sampled so far are recorded. A call that is cut off becomes an aborted turn.
+the stream. However a call ends, the tokens sampled so far are recorded. If the agent hangs up or the engine fails, these tokens become an
+aborted turn.
 """
 
 from __future__ import annotations
@@ -538,7 +539,7 @@ def _find_unrouted(prompt: Prompt) -> int:
 def _find_verbatim(node: Sampled | None, endpoint: str) -> dict[int, bytes]:
     """Return the earlier turns that must be sent back to `endpoint` unchanged (see `RelayChunk.verbatim`).
 
-    The key is the index of their message on the path to `node`.
+    Each key is the index of the turn's message on the path to `node`.
     """
     turns = [turn for turn in path_to(node) if isinstance(turn, Sampled)]
     return {t.count - 1: t.info.verbatim for t in turns if t.info.verbatim and t.info.engine == endpoint}

@@ -51,13 +51,16 @@ class Barrier(Protocol):
     """The fence of one process, or the fences of several processes together."""
 
     async def hold(self, until: float | None) -> None:
-        """Make new calls wait. Record `until`, the time at which the hold expires, for processes that start during it. None means never."""
+        """Make new calls wait.
+
+        `until` is the time at which the hold expires (None: never). It is recorded for processes that start during the hold.
+        """
 
     async def drain(self) -> None:
         """Wait until no call is in flight."""
 
     async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
-        """Resume calls at a version. `expired` means that the pause has timed out.
+        """Resume calls at a version (None: the current one). `expired` means that the pause has timed out.
 
         With `check`, first ask every replica which weights it has.
         """
@@ -67,7 +70,7 @@ class Barrier(Protocol):
 
 
 class LocalBarrier:
-    """The fence of this process, whose state is kept in the store."""
+    """The barrier of one process. The state of its fence is kept in the store."""
 
     def __init__(
         self, fence: Fence, state: FenceState, events: Events, replicas: ReplicaSet, stale: StaleSessions
@@ -199,7 +202,7 @@ class WeightUpdates:
         return self._fence.paused, self._replicas.is_frozen
 
     async def _restore(self, was_paused: bool, was_frozen: bool) -> None:
-        """Return to the state before a failed operation. If calls cannot be resumed now, keep trying in the background.
+        """Restore the state that preceded a failed operation. If calls cannot be resumed now, keep trying in the background.
 
         Errors are only logged, since the caller raises the original error.
         """

@@ -73,7 +73,7 @@ async def serve(rollouts: Rollouts, settings: HttpSettings) -> None:
 
 
 class McpAccess:
-    """ASGI application that checks each request and forwards it to the SDK."""
+    """ASGI application that checks each request and forwards the allowed ones to the SDK."""
 
     def __init__(self, manager: StreamableHTTPSessionManager, settings: HttpSettings) -> None:
         self.manager = manager

@@ -45,8 +45,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
     """A client with OpenEnv's `reset`, `step` and `state`, and a method for each tool.
 
-    A method that waits for a rollout without a time limit polls the server, so that a proxy's timeout does not end the wait. It reconnects
-    if the connection breaks. If the caller stops waiting, the rollout continues; `abort_rollout` ends it.
+    A method that waits for a rollout without a time limit polls the server, so that a proxy's timeout does not end the wait. The
+    method also reconnects if the connection breaks. If the caller stops waiting, the rollout continues. `abort_rollout` ends a rollout.
 
     Invalid arguments raise a `BadRequest` whose `param` names the argument. A problem with a rollout is reported in its result.
     """

@@ -1,8 +1,8 @@
 """One OpenEnv session with a client: `reset`, `step` and `state`. A step is one tool call.
 
-The tools are the service's (`service/mcp_tools.py`). OpenEnv's server also offers them at `/mcp`, where a call is not a step and returns
-only the tool's result. All sessions share one service, so a rollout can outlive the session that started it, and any session can access it
-by its id.
+The tools come from the service (`service/mcp_tools.py`). OpenEnv's server also offers them at `/mcp`, where a call is not a step and
+returns only the tool's result. All sessions share one service, so a rollout can outlive the session that started it, and any session can
+access the rollout by its id.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ class TurngateEnvironment(MCPEnvironment):
         return run_async_safely(self.step_async(action, timeout_s, **kwargs))
 
     async def step_async(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
-        """Call a tool. If it waits for a rollout that has not ended after `timeout_s` seconds, return the rollout's id with `done` false.
+        """Carry out an action: call a tool, or list the tools.
 
-        The rollout continues.
+        If the tool waits for a rollout that has not ended after `timeout_s` seconds, return the rollout's id with `done` false. The rollout
+        continues.
         """
         state = self._state
         state.step_count += 1
@@ -143,7 +144,7 @@ async def _call_tool(service: ServiceHost, action: CallToolAction, timeout_s: fl
 async def call_service_tool(
     service: ServiceHost, name: str, arguments: Arguments, max_wait_s: float = math.inf
 ) -> msgspec.Struct:
-    """Call one of the service's tools. If it waits for a rollout, wait as long as the caller requests, but at most `max_wait_s` seconds."""
+    """Call one of the service's tools. A tool that waits for a rollout waits as long as the caller requests, up to `max_wait_s` seconds."""
 
     async def call(rollouts: Rollouts) -> msgspec.Struct:
         async def wait(rollout_id: str, wait_s: float | None) -> RolloutResult:

@@ -1,6 +1,6 @@
-"""Actions, observations and states: pydantic models that OpenEnv's server publishes at `/schema`.
+"""The pydantic models of the environment's actions, observations and states.
 
-A tool's result is a struct from `service/result.py`, encoded as JSON. The client converts it back.
+A tool's result is one of the service's structs, encoded as JSON. The client converts it back to the struct.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run the rollout service on its own event loop, in a separate thread.
 
-Therefore, a rollout never blocks the OpenEnv server, and cancelling or disconnecting a session never ends a rollout.
+This way, a rollout never blocks the OpenEnv server, and cancelling or disconnecting a session never ends a rollout.
 """
 
 from __future__ import annotations

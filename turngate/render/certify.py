@@ -157,7 +157,7 @@ def _run_case(renderer: Renderer, case: ProbeCase) -> list[ProbeResult]:
 
 
 def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
-    """Return the indices of the assistant turns that another message follows."""
+    """Return the indices of the assistant turns that are followed by another message."""
     return (i for i, m in enumerate(messages[:-1]) if m.role == "assistant")
 
 

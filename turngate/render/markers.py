@@ -55,7 +55,7 @@ def find_closing_tokens(template: Template, tokenizer: Tokenizer, syntax: Syntax
 
 
 def _text_after_mark(template: Template, *messages: Message) -> str:
-    """Render the messages after a user message. Return the text after `SENTINEL`, or "" if the template rejects the conversation."""
+    """Render a user message followed by `messages`. Return the text after the last `SENTINEL`, or "" if the template rejects them."""
     tools = [PROBE_TOOL] if template.traits.native_tools else []
     try:
         return template.text([_USER, *messages], tools, generate=False, kwargs={}).rpartition(SENTINEL)[2]
@@ -77,7 +77,7 @@ def _trailing_token(text: str, tokenizer: Tokenizer, syntax: Syntax) -> int | No
 
 
 def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` if the template cannot write a simple conversation, or writes a marker that is not a single token."""
+    """Raise `ConfigError` if the template cannot render a simple conversation, or writes a marker that is not a single token."""
     try:
         text = template.text([_USER, _ANSWER, _USER], generate=True, kwargs={})
     except BadRequest as error:
@@ -111,7 +111,7 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
 
 
 def _write_features(template: Template) -> list[str]:
-    """Render a conversation with a system prompt, and one with a call and its result. Omit what the template rejects."""
+    """Render a conversation with a system prompt, and one with a call and its result. Skip those that the template rejects."""
     texts = []
     for messages in ([Message("system", "z"), _USER], [_USER, _CALL, _RESULT]):
         try:

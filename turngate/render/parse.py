@@ -25,7 +25,10 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 class Parser:
-    """An incremental parser. `feed` returns the events that can already be sent. `finish` returns the last events and the parsed turn."""
+    """An incremental parser of one reply.
+
+    `feed` returns the events that can already be sent. `finish` returns the last events and the parsed turn.
+    """
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class Parser:
         marker: str,
         then: Literal["content", "call", "held"],
     ) -> bool:
-        """Emit text up to `marker`, and then switch to the state `then`. Hold back a possible start of a marker and the space before it."""
+        """Emit text up to `marker`, and then switch to the state `then`. Hold back a partial marker, and the white space before it."""
         at = self._buffer.find(marker) if marker else -1
         while (found := _find_first(self._buffer, self._syntax.noise, at)) is not None:
             start, noise = found
@@ -200,7 +203,7 @@ class Parser:
         self.satisfied = self._one_call
 
     def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
-        """Parse a reply that was held back because it might be nothing but calls: either forced calls, or JSON without markers."""
+        """Parse a reply that was held back because it might consist only of calls: either forced calls, or JSON without markers."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
                 require_object(text)
@@ -214,7 +217,7 @@ class Parser:
         self._emit_calls(events, calls)
 
     def _take_calls_in_reasoning(self, events: list[Delta | CallDelta]) -> None:
-        """Emit the complete calls inside reasoning that the model did not end."""
+        """Emit the calls in unclosed reasoning, up to the first call that is incomplete or invalid."""
         opening, close = self._syntax.call_open, self._syntax.call_close
         if not (self._wants_calls and opening and close):
             return

@@ -1,8 +1,8 @@
 """The `Renderer` interface, and `TemplateRenderer`, which implements it for any chat template.
 
 A renderer turns a conversation into prompt ids, and sampled ids into reply events. It also builds bridges, which are the ids between one
-turn and the next. `TemplateRenderer` derives the bridges from the template. A transition has no bridge if the bridge would differ from a
-render of the whole conversation. `families.py` adapts hand-written renderers to the interface.
+turn and the next. `TemplateRenderer` derives the bridges from the template. A transition from one turn to the next has no bridge if a
+render of the whole conversation would have different text there. `families.py` adapts hand-written renderers to the interface.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class Renderer(Protocol):
         """Return why this transition has no bridge, or "" if it has one."""
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
-        """Do the same as `render`, but return an array."""
+        """Return the result of `render` as an array."""
 
     def bridge_ids(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> Ids | None:
-        """Do the same as `bridge`, but return an array."""
+        """Return the result of `bridge` as an array."""
 
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
@@ -113,7 +113,7 @@ class Renderer(Protocol):
 
 
 class ReplyReader:
-    """An incremental reader of sampled ids.
+    """An incremental reader that turns sampled ids into reply events.
 
     It drops stop tokens, and special tokens that are not markers. It decodes the other ids, cuts the text at the first stop string, and
     parses it.
@@ -129,7 +129,7 @@ class ReplyReader:
 
     @property
     def satisfied(self) -> bool:
-        """Whether sampling can stop: a stop string was found, or the only call that is wanted is complete."""
+        """Whether sampling can stop: a stop string was found, or the only allowed call is complete."""
         return self._stops.hit or self._parser.satisfied
 
     @property
@@ -355,7 +355,7 @@ class TemplateRenderer:
     ) -> str:
         """Compare the bridge with renders of whole conversations that have different histories before the turn.
 
-        Return the first difference, or why nothing could be compared, or "" if there is no difference.
+        Return the first difference, the reason why nothing could be compared, or "" if there is no difference.
         """
         system = "You are a careful engineer." if last.system else ""
         plain = [msgspec.structs.replace(m, content=f"turngateTEXT{n}END") for n, m in enumerate(new)]
@@ -392,10 +392,10 @@ class TemplateRenderer:
     def _find_form(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> BridgeForm | None:
-        """Find the text that the template writes around new messages of this shape, if it writes their contents unchanged.
+        """Find the text that the template writes around the contents of messages shaped like `new`.
 
-        The form is tested with contents that templates are likely to change, and with different call ids and names. Return None if a test
-        fails; messages of this shape must then be rendered every time.
+        The result is tested with contents that templates are likely to change, and with different call ids and names. Return None if a test
+        fails. Messages of this shape must then be rendered every time.
         """
         holes = [f"turngateHOLE{n}END" for n in range(len(new))]
         found = self._render_after(last.message, last.system, _replace_contents(new, holes, "a"), tools, kwargs)

@@ -62,10 +62,10 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Append each system message that does not start the conversation to the message before it, or turn it into a user message.
+    """Merge each system message that does not start the conversation into the message before it, or turn it into a user message.
 
-    It is appended if the message before it is a system or user message. This is for templates that leave out or move a system message in
-    the middle of a conversation.
+    It is merged if the previous message is a system or user message. This is for templates that leave out or move a system message in the
+    middle of a conversation.
     """
     out: list[Message] = []
     for message in messages:
@@ -114,7 +114,7 @@ def _append_text(message: Message, text: str) -> Message:
 
 
 def shorten_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace each call id that does not consist of nine letters and digits with a derived id that does, for templates that need this."""
+    """Replace call ids with derived ids of nine letters and digits, for templates that accept no others. Ids of that form are kept."""
     return [
         msgspec.structs.replace(
             message,

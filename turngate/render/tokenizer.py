@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder, which converts between text and ids without `transformers`.
 
-`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. It encodes text with tiktoken, which is faster than
-`tokenizers`, if both return the same ids for a probe corpus. It decodes the ids of byte-level vocabularies with a table. The `renderers`
+`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. If tiktoken and `tokenizers` return the same ids for a
+probe corpus, it encodes text with tiktoken, which is faster. It decodes the ids of byte-level vocabularies with a table. The `renderers`
 package also uses this class as its tokenizer.
 """
 
@@ -65,8 +65,8 @@ class Tokenizer:
     ) -> None:
         """Load the tokenizer of `folder`.
 
-        `vocabulary` is the folder's vocabulary if it has already been read. `fast` says whether the fast encoder returns the right ids; if
-        it is None, this is probed.
+        `vocabulary` is the folder's vocabulary if it has already been read. `fast` says whether the fast encoder is known to return the
+        right ids. None means that this must still be checked.
         """
         self.folder = folder
         self.name_or_path = name or str(folder)
@@ -121,7 +121,7 @@ class Tokenizer:
         return ids
 
     def ids(self, text: str, *, remember: bool = False) -> Ids:
-        """Do the same as `encode`, but return an array. Converting cached ids to Python numbers would take longer than looking them up."""
+        """Return the result of `encode` as an array. Converting cached ids to Python numbers would take longer than looking them up."""
         fast = self._fast.ids(text, remember=remember) if self._fast is not None else None
         return np.array(self._encode_slow(text), ID_DTYPE) if fast is None else fast
 
@@ -179,7 +179,7 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 class StreamDecoder:
     """An incremental decoder of ids. It holds back an incomplete character until the character is complete.
 
-    For a byte-level vocabulary, `flush` replaces a character that stays incomplete with U+FFFD.
+    For a byte-level vocabulary, `flush` returns U+FFFD in place of an incomplete character.
     """
 
     def __init__(self, tokenizer: Tokenizer, backend: Backend | None) -> None:
@@ -200,7 +200,7 @@ class StreamDecoder:
 
 
 class _LazyBackend:
-    """The slow encoder of the `tokenizers` package, which is loaded on first use.
+    """The slow encoder, from the `tokenizers` package. It is loaded on first use.
 
     Loading it takes half a second and 100 MB of memory. It may never be needed if the vocabulary is cached and the fast encoder is used.
     """
@@ -208,7 +208,7 @@ class _LazyBackend:
     def __init__(self, path: Path, added: dict[str, int], config: Json | None) -> None:
         """Prepare to load the file `path`.
 
-        `config` is the content of tokenizer_config.json if it declares tokens that `path` lacks, or else None.
+        `config` is the content of tokenizer_config.json if it declares tokens that `path` lacks, otherwise None.
         """
         self._path = path
         self._added = added
@@ -308,7 +308,7 @@ class _FastEncoder:
         return b"".join(ids)  # type: ignore[arg-type]  # all are known by now
 
     def _encode_line(self, line: str) -> bytes | None:
-        """Encode a line that is not in `_lines`, and add it there. No lock is needed, because concurrent calls add the same entries."""
+        """Encode a line that is not in `_lines`, and add short lines to it. No lock is needed: concurrent calls add the same entries."""
         known = self._older_lines.get(line)
         if known is None:
             known = self._encode_uncached(line)

@@ -1,7 +1,7 @@
 """Find out which features a chat template supports, by rendering probe conversations with it.
 
-`probe_traits` tries every feature that agents' conversations need. If a template lacks a feature, `template_fallbacks.py` rewrites
-the conversation.
+`probe_traits` tries every feature that agents' conversations need. `template_fallbacks.py` rewrites conversations for templates that
+lack a feature.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _probe_calls(render: ProbeRender, native: Traits) -> Traits:
 def _shows(
     render: ProbeRender, traits: Traits, messages: Sequence[Message], *needles: str, tools: Sequence[Tool] = ()
 ) -> bool:
-    """Return whether the template accepts the conversation and writes these texts in this order."""
+    """Return whether the template accepts the conversation and writes all `needles` in the given order."""
     text = render(traits, messages, tools)
     if text is None:
         return False

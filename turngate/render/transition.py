@@ -1,8 +1,8 @@
 """Transitions: the steps from one turn of the model to the next, and the check that a template only appends text at such a step.
 
-The bridge of a transition is the text that the template writes between two turns. It may only extend the sampled ids if a render of the
+The bridge of a transition is the text that the template writes between two turns. It may extend the sampled ids only if a render of the
 whole conversation has the same text there, and leaves all text before the turn unchanged. `find_difference` checks this. The turns
-themselves are not compared: the sampled ids are kept, even if the template would write a past turn differently or drop its thinking.
+themselves are not compared: the sampled ids are kept, even if the template would write a past turn differently or drop its reasoning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TURN_TEXT = "turngateTURNTEXT"
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """One kind of transition. A certificate contains a verdict for each kind."""
+    """One kind of transition. A renderer's certificate contains a verdict for each kind."""
 
     calls: int  # number of calls in the turn; 2 means two or more
     speakers: tuple[str, ...]  # the roles of the new messages; consecutive equal roles are listed once
@@ -68,7 +68,7 @@ _UNCLEAR_TURNS = BridgeDifference("the template does not write each turn and its
 
 
 def build_stand_in(turn: Message, mark: str = SENTINEL) -> Message:
-    """Build an assistant turn with as many calls as `turn`. It ends with `mark`, so that its end can be found in the rendered text."""
+    """Build an assistant turn with as many calls as `turn` has. It ends with `mark`, so that its end can be found in the rendered text."""
     if not turn.tool_calls:
         return Message("assistant", mark)
     *others, final = turn.tool_calls
@@ -82,8 +82,9 @@ def find_difference(
 ) -> BridgeDifference | None:
     """Compare a bridge with a render of the whole conversation. The bridge follows the last assistant turn of `messages`.
 
-    `bridge` starts with the closing token. Return None if the template writes exactly this text after that turn and, before each turn, the
-    same text as in the prompt of that turn. Raise `BadRequest` if the template rejects the conversation.
+    `bridge` starts with the closing token. Return None if the template writes exactly this text after the last turn and does not change
+    the text before any turn. A change that an earlier transition already made is ignored. Raise `BadRequest` if the template rejects the
+    conversation.
     """
     after = write_after_turn(text, stops, messages)
     if isinstance(after, BridgeDifference):
@@ -94,7 +95,7 @@ def find_difference(
 
 
 def write_after_turn(text: TextFunction, stops: Sequence[str], messages: Sequence[Message]) -> str | BridgeDifference:
-    """Return the text that the template writes from the end of the last assistant turn on, or the difference if it changes earlier text."""
+    """Return the template's text from the end of the last assistant turn on, or the first change that it makes to earlier text."""
     turns = [n for n, message in enumerate(messages) if message.role == "assistant"]
     marks = [f"{SENTINEL}{n}END" for n in range(len(turns))]
     marked = list(messages)

@@ -49,8 +49,8 @@ def read_vocabulary(path: Path, config: Json) -> Vocabulary:
 def add_declared_tokens(spec: Json, config: Json) -> list[str]:
     """Add to `spec`, the content of `tokenizer.json`, the tokens that only `tokenizer_config.json` declares. Return these tokens.
 
-    Each token gets its declared id. If a placeholder in the vocabulary has this id, the token replaces it. If an ordinary token has this
-    id, the declared token is left out, and `markers.py` rejects a template that needs it.
+    Each token gets its declared id. If a placeholder (a token of several characters that no merge uses) has this id, the declared
+    token replaces it. If an ordinary token has this id, the declared token is left out, and `markers.py` rejects a template that needs it.
     """
     known = {token["content"] for token in spec.get("added_tokens", [])}
     vocab = spec["model"]["vocab"]
@@ -142,8 +142,8 @@ def _merge_order(model: Json) -> list[int] | None:
     """Return the token ids in merge order: first the base symbols, then the result of each merge.
 
     Return None if the result of a merge is not in the vocabulary. If several merges produce the same token, the token gets the rank of the
-    first one. tiktoken then gives the other pairs too high a priority. The fast encoder is therefore only used if it returns the right ids
-    for the probe corpus.
+    first merge. tiktoken then gives the other merges too high a priority. The fast encoder is therefore used only if it returns the right
+    ids for the probe corpus.
     """
     vocab: dict[str, int] = model["vocab"]
     merged: dict[int, None] = {}

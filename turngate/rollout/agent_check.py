@@ -1,8 +1,8 @@
-"""Check that the gateway captures an agent completely: run the agent on a small task with the scripted engine, and check the recording.
+"""Check that the gateway records an agent's calls completely, by running the agent on a small task with the scripted engine.
 
 The engine replies with the `[[check]]` steps from the agent's description (read, edit, run, finish), so the expected result is known.
-The report contains a result for each promise, such as that the trace contains every model call. If a promise is broken, its result names
-the cause where possible, such as greedy sampling or a tool that the agent does not offer.
+The report contains a result for each of the gateway's promises, such as that the trace contains every model call. If a promise is broken,
+its result names the cause where possible, such as greedy sampling or a tool that the agent does not offer.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentCheck(msgspec.Struct, frozen=True):
-    """A check that is ready to run. Its fields are public, so that tests can inspect and control its parts."""
+    """A check that is ready to run. Its fields are public so that tests can inspect and control them."""
 
     engine: Scripted
     gateway: GatewayClient

@@ -70,7 +70,7 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
 
 
 def explain_unstarted(report: TrainingReport | None, exit_code: int | None, backend: Backend) -> TrainingReport | None:
-    """Replace the report's reason and fix if the exit code suggests that a program could not be started. Return the report.
+    """Return the report, with a different reason and fix if the exit code suggests that a program could not be started.
 
     Exit codes 126 and 127 usually mean this. With any other exit code, or if anything can be trained, the report stays unchanged.
     """
@@ -103,7 +103,7 @@ async def run_agent(
     ending: Ending,
     note: Callable[[str], None],
 ) -> None:
-    """Run the agent until it exits, it times out or its session ends. Record in `ending` how the run ended."""
+    """Run the agent until it exits or times out, or its session ends. Record in `ending` how the run ended."""
     job = await sandbox.start(
         launch.command, env=launch.env, cwd=launch.cwd, stdout=launch.stdout, stderr=launch.stderr
     )
@@ -125,7 +125,7 @@ async def run_agent(
 
 
 def _check_disk(sandbox: Sandbox, ending: Ending, note: Callable[[str], None]) -> None:
-    """If the agent was killed for using too much disk space, record that in `ending`. If the machine's disk was full, raise the error."""
+    """If the agent used too much disk space, record that in `ending`. If the machine ran out of disk space, raise the sandbox's error."""
     if sandbox.disk_error is None:
         return
     if not isinstance(sandbox.disk_error, SandboxTooLarge):

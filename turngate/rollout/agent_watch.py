@@ -102,7 +102,7 @@ class _Marks:
 async def watch_command(
     name: str, command: Sequence[str], env: Mapping[str, str], backend: Backend, *, timeout_s: float
 ) -> WatchedRun:
-    """Run a command once, and return what was observed. `command` and `env` may contain placeholders (see `draft_command`)."""
+    """Run a command once, and return what was observed. `command` and `env` may contain placeholders such as {base_url}."""
     spec = draft_command(name, command, env)
     renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
     engine = Scripted(Playbook(renderer, []), model=MODEL, max_context=131072, keep=1000)

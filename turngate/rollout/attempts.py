@@ -183,7 +183,7 @@ class Workers:
         self._slots: dict[asyncio.Task[object], Slot | None] = {}
 
     async def run(self, count: int, supply: Awaitable[None]) -> None:
-        """Run `count` workers and, in the background, `supply`, which adds rollouts to their schedule."""
+        """Run `count` workers and, in the background, `supply`, which adds rollouts to the schedule."""
         self._schedule.start_workers(count)
         workers = [asyncio.create_task(self._work()) for _ in range(count)]
         stopping = asyncio.create_task(self._stop.wait())

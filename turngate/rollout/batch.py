@@ -1,11 +1,11 @@
-"""Run a batch: n rollouts of each task. Every finished rollout has exactly one class. A batch survives failures, crashes and Ctrl-C.
+"""Run a batch: n rollouts of each task. A batch survives failures, crashes and Ctrl-C.
 
     result = await run_batch(plan, gateway, connector)
 
     async with aclosing(rollouts(plan, gateway, connector)) as finished:
         async for rollout in finished: …
 
-    plan            the tasks to run, and how
+    plan            the tasks to run, and how to run them
     schedule        decides what runs next: a retry that is due, or a rollout of a group that the throttle allows
     attempts        workers that make an order for each attempt, and write its result to the ledger
     executor        runs the orders: in this process, or elsewhere
@@ -103,6 +103,7 @@ async def rollouts(
     """Yield the rollouts as they finish, starting with those of earlier runs. Closing the iterator stops the batch.
 
     A rollout that is retried on request is yielded again, with a higher `attempt`. It replaces the earlier result with the same `rollout`.
+    Raise `BatchStopped` if the batch cannot continue.
     """
     queue: asyncio.Queue[FinishedRollout | None] = asyncio.Queue()
     batch = Batch(plan, gateway, connector, watch, throttle=throttle, on_finished=queue.put_nowait, executor=executor)

@@ -157,8 +157,8 @@ def _find_run_status(ending: Ending) -> Status:
 def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
     """Determine the cause if the agent's last call failed.
 
-    A call that does not fit in the model's context counts as a limit. If the engine rejected the call but answered earlier ones, the
-    rollout is classified by how the agent ended. Otherwise, the boundary that the error names is at fault.
+    A call that does not fit in the model's context counts as reaching a limit. If the engine rejected the call but answered earlier ones,
+    the rollout is classified by how the agent ended. Otherwise, the boundary that the error names is at fault.
     """
     if error.kind == ContextOverflow.kind:
         return _Cause("limit", error.kind)

@@ -1,4 +1,7 @@
-"""Connect a rollout's sandbox to the gateway. A local sandbox uses its own door (`sandboxes/door.py`), a remote one a public URL."""
+"""Connect a rollout's sandbox to the gateway.
+
+A local sandbox connects through its own proxy on this machine, its door (`sandboxes/door.py`). A remote sandbox connects to a public URL.
+"""
 
 from __future__ import annotations
 

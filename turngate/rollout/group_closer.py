@@ -1,6 +1,6 @@
 """Close the groups of a batch at the gateway as soon as they are complete, so that trainers do not wait for more rollouts.
 
-Closing a group is idempotent, so a resumed batch closes all complete groups again.
+Closing a group is idempotent, so a resumed batch can safely close all complete groups again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway inc
 
 
 class GroupCloser:
-    """Closes the groups of one batch in the background, in the task that runs `run`.
+    """Closes the groups of one batch in the background, in the asyncio task that runs `run`.
 
-    If a group cannot be closed, for example because the gateway refuses to, `on_failure` is called with the reason.
+    If a group cannot be closed, for example because the gateway refuses, `on_failure` is called with the reason.
     """
 
     def __init__(self, gateway: GatewayClient, n: int, on_failure: Callable[[str], None]) -> None:

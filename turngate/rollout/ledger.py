@@ -48,7 +48,7 @@ class LedgerHeader(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omit_defaults=True):
-    """An attempt that has been started."""
+    """The start of an attempt. It is written before the attempt's session is opened."""
 
     rollout: str
     round: int = 0
@@ -70,7 +70,7 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_
 
 
 class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
-    """A finished rollout. It belongs to exactly one class. It has a reward only if the grader or the end policy assigned one."""
+    """A finished rollout and its class. It has a reward only if the grader or the end policy assigned one."""
 
     rollout: str
     task: str

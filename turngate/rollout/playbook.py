@@ -1,6 +1,6 @@
-"""A script for the scripted engine that chooses each reply by the content of the agent's prompt.
+"""Choose each reply of the scripted engine by the content of the agent's prompt.
 
-A fixed list of replies is not enough, because an agent controls its own loop: it also makes calls for titles, sub-agents and retries. The
+A fixed list of replies is not enough, because an agent controls its own loop: it also makes calls for titles, sub-agents and retries. A
 script consists of scenes. A scene is recognized by words in the prompt, and the number of turns in the prompt determines which step of the
 scene comes next.
 """

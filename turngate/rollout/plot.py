@@ -88,7 +88,7 @@ def _build_stages(summary: Summary) -> Panel:
 
 
 def render_lines(panel: Panel, width: int = 40) -> list[str]:
-    """Draw a panel for a terminal: one line for each bar, with a resolution of an eighth of a character."""
+    """Draw a panel for a terminal: its title, and one line for each bar, with a resolution of an eighth of a character."""
     if not panel.bars:
         return [f"{panel.title}: no data"]
     label = max(len(bar.label) for bar in panel.bars)

@@ -15,7 +15,8 @@ _LOG_CHARS = 4000  # how many characters from the end of each log are recorded
 def build_record(outcome: Outcome) -> RecordedOutcome:
     """Build the record that the gateway stores. It contains what is needed to build samples and to diagnose failures, but no files.
 
-    The same outcome must always produce the same record, because the gateway rejects a second record that differs from the first."""
+    The same outcome must always produce the same record, because the gateway rejects a second record that differs from the first.
+    """
     assert outcome.kind is not None
     grade, fault = outcome.grade, outcome.fault
     rewards = None if grade is None or outcome.reward is None else grade.turn_rewards

@@ -1,7 +1,7 @@
 """Let the scripted engine solve a task: it replays the reference solution through the agent's own shell tool.
 
-The agent runs as it would with a real model, but the model's replies are known in advance. A first rollout can therefore earn a reward
-without a model.
+The agent runs as it would with a real model, but the model's replies are known in advance. A new user's first rollout can therefore
+earn a reward without a model.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
 
 
 class _Obstacle(msgspec.Struct, frozen=True):
-    """Why a solution cannot be replayed, and what the user can do about that."""
+    """Why a solution cannot be replayed, and what the user can do about it."""
 
     reason: str
     fix: str

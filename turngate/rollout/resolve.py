@@ -200,7 +200,7 @@ class MachineResolver:
 
 
 def _check_modules(task: Task) -> None:
-    """Raise `ConfigError` if a Python module of a grading function is not installed here. Modules are not sent with the task."""
+    """Raise `ConfigError` if the Python module of a grading function is not installed here. Modules are not sent with the task."""
     for name in function_names(task.grader):
         location = name.rpartition(":")[0]
         module = location.partition(".")[0]

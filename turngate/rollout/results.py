@@ -239,9 +239,9 @@ def build_finished(
 
 
 def exclude(finished: FinishedRollout, reason: str) -> FinishedRollout:
-    """Return the rollout without its verdict if `reason` says why its outcome does not count, otherwise return it unchanged.
+    """Return the rollout as `cancelled` and without a reward if there is a `reason` why its outcome does not count.
 
-    The gateway keeps the outcome.
+    If `reason` is empty, return the rollout unchanged. The gateway keeps the outcome.
     """
     if not reason:
         return finished

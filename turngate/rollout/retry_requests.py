@@ -1,8 +1,8 @@
 """Read the retry requests in a batch's event stream, and write the replies to the same stream.
 
-The gateway's web UI adds a `retry` event to the stream, whether or not the batch is running. The reply is a `note` event. It contains the
-request's position in the stream and says whether the request is accepted, rejected or postponed. A request that is neither accepted nor
-rejected stays open until this run of the batch or a later one decides on it.
+For each request, the gateway's web UI adds a `retry` event to the stream, whether or not the batch is running. The reply is a `note` event.
+It contains the request's position in the stream and says whether the request is accepted, rejected or postponed. A request that is neither
+accepted nor rejected stays open until this run of the batch or a later one decides on it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def parse_request(event: GatewayEvent) -> RetryRequest | None:
 async def read_pending(gateway: GatewayClient, batch: str) -> tuple[dict[int, RetryRequest], int]:
     """Return the open requests by their position in the stream, and the position of the last event.
 
-    The whole stream is read, because a request is open only if no later event is a reply that decides on it."""
+    The whole stream is read, because a request is open only if no later event is a reply that decides on it.
+    """
     pending: dict[int, RetryRequest] = {}
     last = 0
     async for event in gateway.events(batch_stream(batch), wait=False):

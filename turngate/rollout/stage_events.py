@@ -1,4 +1,4 @@
-"""Send the stages of a rollout to the gateway, which adds them to the same event stream as the turns."""
+"""Report the stages of a rollout to the gateway, which adds them to the same event stream as the turns."""
 
 from __future__ import annotations
 

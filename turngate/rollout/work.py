@@ -56,7 +56,8 @@ async def copy_work(
 async def is_broken(sandbox: Sandbox) -> bool:
     """Return whether tar no longer works in the sandbox. It worked when the task's files were uploaded, so the agent must have broken it.
 
-    Return False if the sandbox does not respond, because that is not the agent's fault."""
+    Return False if the sandbox does not respond, because that is not the agent's fault.
+    """
     try:
         done = await sandbox.exec(["/bin/sh", "-c", _PACK], cwd="/", timeout_s=60)
     except SandboxError:

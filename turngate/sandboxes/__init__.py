@@ -1,4 +1,4 @@
-"""The sandbox backends in which agents run, by name.
+"""The sandbox backends, by name. A backend creates the sandboxes in which agents run.
 
 `base.py` defines the interface of a sandbox, and `egress.py` connects a sandbox to the gateway.
 """

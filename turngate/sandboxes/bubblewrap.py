@@ -1,4 +1,4 @@
-"""The `bubblewrap` sandbox: the host's programs, read-only, in separate namespaces. It needs no image, daemon or root.
+"""The `bubblewrap` sandbox: the host's programs, read-only, in separate namespaces. It needs no image, no daemon and no root privileges.
 
 It contains /usr, a few harmless files from /etc, an empty home, a working folder, a private /tmp and the mounts. Nothing else of the host
 is visible: no other processes, and no network except a private loopback. Process 1 is a supervisor. All commands and background jobs run
@@ -67,7 +67,7 @@ ETC_ONLINE = ("hosts", "resolv.conf")  # only with the host's network
 
 
 class BubblewrapBackend:
-    """Creates bubblewrap sandboxes. `root` has the same meaning as in `LocalBackend`."""
+    """Creates bubblewrap sandboxes. `root` is the parent of their folders on the host, by default a private temporary folder."""
 
     name = KIND
     relocates = True
@@ -140,7 +140,7 @@ class BubblewrapBackend:
         return sandbox
 
     async def _find_server(self, spec: SandboxSpec) -> WarmStart | None:
-        """Find a fork server for the sandbox, or return None for a plain start.
+        """Return a fork server for the sandbox, or None if the sandbox must start without one.
 
         A fork server cannot enter the host's network, and can only enter sandboxes below its own user namespace.
         """
@@ -157,7 +157,7 @@ class BubblewrapBackend:
     def _prepare_server(self, preload: Preload, spec: SandboxSpec) -> ServerProcess:
         """Create a folder for a fork server, and return the command and settings that start the server in its own sandbox.
 
-        This sandbox has no network, no view of other processes and no data of a rollout.
+        The server's sandbox has no network, no view of other processes and no rollout data.
 
         The server must be in the host's process namespace, because otherwise it could not enter the process namespace of a sandbox. It sees
         no processes, because it has no /proc. It has no privileges, but may enter sandboxes, because they are created below its user

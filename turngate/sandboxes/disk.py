@@ -146,7 +146,7 @@ def measure_folder(folder: Path, processes: Iterable[int] = ()) -> int:
 
 @contextmanager
 def _open_inside(place: str, top: str) -> Iterator[int]:
-    """Open a folder at or below `top`. Raise `OSError` if it has been replaced with a link, or a link on its path leads outside `top`."""
+    """Open a folder at or below `top`. Raise `OSError` if it is now a link, or if a link on its path leads outside `top`."""
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if not f"{os.readlink(f'/proc/self/fd/{fd}')}/".startswith(f"{top}/"):  # noqa: PTH115

@@ -1,13 +1,14 @@
 """The `docker` sandbox: a container from an image or a Dockerfile, on this machine's Docker.
 
 It uses the `docker` command, which respects the user's setup (contexts, rootless mode, podman as a replacement) and needs no Python
-package. The official SDK is not used, because it blocks. The container's main process is a `sleep` that lasts for the sandbox's lifetime.
-When it ends, Docker removes the container, even if Turngate has died. Commands run with `docker exec`, which reports true exit codes.
+package. The official SDK is not used, because its calls block the event loop. The container's main process is a `sleep` that lasts for the
+sandbox's lifetime. When it ends, Docker removes the container, even if Turngate has died. Commands run with `docker exec`, which reports
+their exit codes.
 
 A container has no privileges and cannot gain any. It has no network unless one is requested. The number of its processes is limited. Its
 memory and CPU are limited if requested. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which
-all but the smallest images have. A `DiskWatch` kills the container's commands if it exceeds its disk limit. Docker also enforces the limit
-if its file system supports quotas.
+all but the smallest images have. A `DiskWatch` kills the container's commands if the container exceeds its disk limit. Docker also
+enforces the limit if its file system supports quotas.
 """
 
 from __future__ import annotations
@@ -249,7 +250,7 @@ class DockerSandbox(PosixSandbox):
         return [other for other in self._jobs if other is not job and other.is_running]
 
     async def has_unreported_end(self) -> bool:
-        """Return whether a command has ended, but its `docker exec` was not notified and would wait forever.
+        """Return whether a command has ended without Docker notifying its `docker exec`, which would then wait forever.
 
         Docker misses the end of a command if containerd is restarting at that moment. The processes are counted outside the container,
         where an agent cannot falsify the count. If they cannot be counted, return False.
@@ -372,8 +373,8 @@ class DockerJob:
 class DockerBackend:
     """Creates Docker sandboxes.
 
-    `root` has the same meaning as in `LocalBackend`. `image` is the default image. If `image` is empty, our own base image is the default
-    if it was built on this machine, and a public image otherwise.
+    `root` is the parent of their folders on the host, by default a private temporary folder. `image` is the default image. If `image` is
+    empty, the default is our own base image if it was built on this machine, and a public image otherwise.
     """
 
     name = KIND
@@ -443,7 +444,6 @@ class DockerBackend:
 
 
 def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
-    """Build the options of `docker create`."""
     limits = spec.resources
     labels = {
         **spec.labels,
@@ -492,7 +492,7 @@ def _mount_option(source: str, target: str, *, writable: bool) -> str:
 
 
 def _make_readable(folder: Path) -> None:
-    """Let every user read a folder, because the container may run as any user. A private parent hides it from the host's other users."""
+    """Let every user read a folder, because the container may run as any user. Its parent folder keeps the host's other users out."""
     folder.chmod(0o755)
 
 

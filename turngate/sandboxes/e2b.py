@@ -41,7 +41,7 @@ OUTPUT_MARKER = "--- turngate"  # E2B runs a login shell, whose profile may prin
 
 
 class ProcessNotFound(SandboxError):
-    """The process no longer exists in the E2B sandbox, so it has ended."""
+    """The process has ended, so it no longer exists in the E2B sandbox."""
 
 
 class E2BBackend:

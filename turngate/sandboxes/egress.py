@@ -2,8 +2,9 @@
 
     async with open_door(gateway, folder=sandbox.shared[0]) as door, connect_sandbox(sandbox, door) as base_url: …
 
-If sandbox and host share a folder (local, bubblewrap, docker), the relay connects to a `GatewayDoor`; otherwise it connects to a `Tunnel`
-or a public URL. The relay is a background job that runs on the sandbox's Python or Node. If it is killed, it is restarted on the same port.
+If the sandbox and the host share a folder (local, bubblewrap, docker), the relay connects to a `GatewayDoor`. Otherwise it connects to a
+`Tunnel` or a public URL. The relay is a background job that runs on the sandbox's Python or Node. If the relay ends, it is restarted on the
+same port.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ async def _read_port(sandbox: Sandbox, folder: str) -> int:
 
 
 async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
-    """Raise `SandboxError` if the relay cannot reach the gateway, so that the rollout fails now and not at the agent's first call."""
+    """Raise `SandboxError` if the relay cannot reach the gateway, so that the rollout fails now instead of at the agent's first call."""
     text = await _wait_for_file(sandbox, file, PROBE_S)
     if text != relay.REACHED:
         raise SandboxError(
@@ -142,7 +143,7 @@ async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
 
 
 async def _wait_for_file(sandbox: Sandbox, file: str, limit_s: float) -> str:
-    """Wait until the relay has written a file, and return its content, or an empty string after `limit_s`."""
+    """Wait until the relay has written a file, and return the file's content. Return an empty string after about `limit_s` seconds."""
     tries = 50 + round(10 * limit_s)
     done = await sandbox.exec(["/bin/sh", "-c", WAIT_FOR_FILE, "sh", file, str(tries)], timeout_s=limit_s + 5)
     return done.stdout.decode(errors="replace").strip()

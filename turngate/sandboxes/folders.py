@@ -29,7 +29,7 @@ SLASH = "~"  # replaces slashes of the owner in the name of an unfinished folder
 
 
 def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
-    """Create a sandbox's folder with the subfolders `parts`. The sandbox's id is derived from the folder's name, which is unique."""
+    """Create a sandbox's folder, with a unique name and the subfolders `parts`."""
     name = f"{kind}-{secrets.token_hex(6)}"
     try:
         root = _private_root(root)
@@ -83,8 +83,7 @@ def _sweep_folders(root: Path, kind: str) -> int:
 def _is_abandoned(unfinished: Path) -> bool:
     """Return whether an unfinished folder will never be completed.
 
-    Older versions of Turngate did not put the owner into the name. A folder without an owner in its name counts as abandoned after
-    `STALE_S` seconds.
+    A folder created by an older version of Turngate has no owner in its name, and counts as abandoned after `STALE_S` seconds.
     """
     _, _, owner_name = unfinished.name.partition(" ")
     if owner_name:

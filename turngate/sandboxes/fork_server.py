@@ -1,14 +1,15 @@
 """A process that has imported an agent's libraries and forks the agent's processes, so that rollouts do not repeat the imports.
 
 `warm_start.py` runs it as `python fork_server.py FD`, with the agent's Python. FD is one end of a socket pair. The first message says what
-to import. The server is not used if an import has an effect that forked processes would share or lack: threads, open files, signal
-handlers, child processes, printed output, new files, or stored paths of the server's own HOME, TMPDIR and working folder that a forked
-process cannot correct. The server reports which environment variables the imports have read, so that it is used only for processes in which
-these variables have the same values. Then it forks on request (`supervisor.py` explains supervisors and guards):
+to import. The server is not used if the imports have effects that forked processes would wrongly share or lack, such as threads, open
+files, signal handlers, child processes, printed output or new files. It is also not used if the imports store paths below the server's own
+HOME, TMPDIR or working folder that a forked process cannot correct. The server reports which environment variables the imports have read,
+so that it is used only for processes in which these variables have the same values. Then it handles these requests (`supervisor.py`
+explains supervisors and guards):
 
-- {"do": "supervise"}: another supervisor for a local sandbox; its guards can run the agent without an exec
-- {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox; the sandbox's supervisor becomes its parent
-- {"do": "hold"}: no process; the server does not exit, even if it is idle, until the other end of the passed descriptor closes
+- {"do": "supervise"}: fork another supervisor for a local sandbox; its guards can run the agent without an exec
+- {"do": "guard"}: fork a guard inside the namespaces of a bubblewrap sandbox; the sandbox's supervisor becomes its parent
+- {"do": "hold"}: do not exit, even when idle, until the other end of the passed descriptor closes
 
 The server itself never reads which command to run; only the forked processes do. It exits when the other end of FD closes, or when it has
 been idle for too long.
@@ -65,7 +66,7 @@ class State:
 
 
 class WatchedEnvironment(type(os.environ)):  # type: ignore[misc]
-    """The class of `os.environ` while modules are imported. It records which variables they read and write."""
+    """The class of `os.environ` while modules are imported. It records which variables the imports read and write."""
 
     reads: Dict[str, Optional[str]] = {}
     faults: List[str] = []
@@ -223,7 +224,7 @@ def _trace_in(item: Any, scratch: str, raw: bytes) -> Optional[str]:
 
 
 def serve(control: socket.socket, idle_s: float) -> None:
-    """Fork processes on request until the other end of `control` closes, or the server has been idle for `idle_s`."""
+    """Fork processes on request until the other end of `control` closes, or the server has been idle for `idle_s` seconds."""
     leases: List[int] = []
     idle_since = time.monotonic()
     while leases or time.monotonic() - idle_since < idle_s:
@@ -399,7 +400,7 @@ def run_agent(order: Dict[str, Any]) -> None:
 
 
 def _renew_randomness() -> None:
-    """Renew the random state that modules created when they were imported. `random` and OpenSSL do that by themselves."""
+    """Renew the random state that modules created when they were imported. `random` and OpenSSL renew theirs after each fork."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:

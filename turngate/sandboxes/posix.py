@@ -70,7 +70,7 @@ class PosixSandbox(ABC):
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> Job:
-        """Start a command with three host descriptors as its standard streams. The caller remains the owner of the descriptors.
+        """Start a command with three host descriptors as its standard streams. The caller keeps ownership of the descriptors.
 
         Raise `SandboxError` if the sandbox has ended, or if the command cannot be sent to it.
         """

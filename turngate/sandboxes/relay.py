@@ -1,4 +1,4 @@
-"""Forward an agent's HTTP requests from 127.0.0.1 in a sandbox to the gateway, and retry until the gateway answers.
+"""Forward an agent's HTTP requests from 127.0.0.1 in a sandbox to the gateway, and retry if the gateway does not answer.
 
 `egress.py` runs this file in the sandbox as `python3 relay.py --target FILE --port 0 --port-file FILE`. `relay.mjs` does the same in images
 without Python. On the host, `door.py` uses the same classes. The target file contains the gateway's address: `unix:/path`,
@@ -504,7 +504,7 @@ async def pass_chunks(reader: StreamReader, writer: StreamWriter, framed: bool) 
 
 
 def refuse(writer: StreamWriter, refused: RequestRefused, request: Optional[HttpRequest] = None) -> bool:
-    """Send an error reply. Return whether the connection can be reused. It cannot if the request was not read completely."""
+    """Send an error reply. Return whether the connection can be reused. Omit `request` if it was not read completely."""
     keep_alive = request is not None and request.keep_alive
     body = json.dumps({"error": {"message": refused.message, "type": refused.kind, "code": refused.kind}}).encode()
     lines = [f"HTTP/1.1 {refused.status} Refused", "content-type: application/json", f"content-length: {len(body)}"]
@@ -522,7 +522,7 @@ def reset(writer: StreamWriter) -> None:
 
 
 async def within(seconds: Optional[float], work: Coroutine[Any, Any, Any]) -> Any:
-    """Await a coroutine with a time limit. Before Python 3.12, `asyncio.wait_for` can lose a cancellation."""
+    """Await a coroutine with a time limit. `asyncio.wait_for` is only a fallback: before Python 3.12, it can lose a cancellation."""
     if sys.version_info < (3, 11):
         return await asyncio.wait_for(work, seconds)
     async with asyncio.timeout(seconds):
@@ -571,7 +571,7 @@ def write_atomically(path: str, text: str) -> None:
 
 
 async def report_reached(port: int, path: Optional[str]) -> None:
-    """Write to the file `path` whether the gateway answers through this relay. A separate process for this check would be slower."""
+    """If `path` is set, write to that file whether the gateway answers through this relay."""
     if not path:
         return
     try:

@@ -1,8 +1,8 @@
 """A sandbox on any service that can run shell commands: the common part of the remote backends `e2b` and `huggingface`.
 
-A service's own output stream is not sufficient: it may break, it decodes output as text, and it reports -1 for a signal. Therefore a small
-shell script in the sandbox runs the command, redirects its output to files, and writes its exit code to a file. The service only signals
-that the command has ended.
+A service's own output stream is not sufficient: it may break, it decodes output as text, and it reports the exit code -1 if a signal ended
+the command. Therefore a small shell script in the sandbox runs the command, redirects its output to files, and writes its exit code to a
+file. The service only reports that the script has ended.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ShellSandbox:
 
     @classmethod
     async def create(cls, connection: SandboxConnection, spec: SandboxSpec, ends: float) -> ShellSandbox:
-        """Set up a new sandbox that lasts until the time `ends`. If the setup fails, remove the service's sandbox."""
+        """Set up a new sandbox that lasts until `ends`, a `time.monotonic()` value. If the setup fails, remove the service's sandbox."""
         try:
             code, output = await connection.shell(SETUP_SCRIPT)
             if code == TOOL_MISSING:
@@ -538,7 +538,7 @@ def host_label() -> dict[str, str]:
 def is_abandoned(labels: Mapping[str, str]) -> bool:
     """Return whether a sandbox was created on this machine by a process that has ended.
 
-    Sandboxes of other machines end with their lease.
+    Sandboxes created on other machines end when their leases expire.
     """
     here = current_owner()
     pid, _, started = labels.get("turngate-process", "").partition("-")

@@ -1,7 +1,7 @@
 """The common part of the `local` and `bubblewrap` sandboxes: a supervisor starts their commands and sends signals to them.
 
-Host and supervisor communicate only through a socket pair. If the process that owns the sandbox is killed, its end of the pair closes, and
-the supervisor kills all processes of the sandbox.
+The host and the supervisor communicate only through a socket pair. If the process that owns the sandbox is killed, its end of the pair
+closes, and the supervisor kills all processes of the sandbox.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class SupervisedSandbox(PosixSandbox):
             await job.kill(grace_s=0)
 
     def use_server(self, warm: WarmStart, *, inside: bool) -> None:
-        """Make `start` fork the preloaded program from a fork server. With `inside`, it is forked into the supervisor's namespaces."""
+        """Make `start` fork the preloaded program from a fork server. With `inside`, `start` forks it into the supervisor's namespaces."""
         assert self._process is not None
         self._warm = warm
         if inside:

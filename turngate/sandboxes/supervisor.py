@@ -52,7 +52,7 @@ class TakeOver(BaseException):
 
 
 def supervise(control: socket.socket, life_s: float, folders: list[str], run: RunCommand) -> None:
-    """Start commands with `run` until the other end of `control` closes or `life_s` has passed.
+    """Start commands with `run` until the other end of `control` closes or `life_s` seconds have passed.
 
     Then kill every process and remove `folders`.
     """
@@ -198,7 +198,7 @@ def _call_and_exit(call: Callable[[], None], code: int) -> None:
 
 
 def _fork(stderr: int, status: int) -> int:
-    """Fork. If the process limit prevents that, report it like a failed command, and return -1."""
+    """Fork. If the process limit prevents that, report it as a failure of the command, and return -1."""
     try:
         return os.fork()
     except OSError as error:
@@ -420,7 +420,7 @@ def remove_folder(folder: str) -> bool:
 
 
 def _flatten_once(top: int, keep: str) -> int:
-    """Delete the files in `top` and its subfolders, and move deeper folders up into `top`. Leave the entry `keep`.
+    """Delete the files in `top` and its subfolders, and move deeper folders up into `top`. Skip the entry whose name is `keep`.
 
     Repeated calls remove a tree of any depth. Return the number of changes.
     """

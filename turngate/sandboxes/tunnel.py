@@ -1,11 +1,11 @@
-"""A tunnel: a command that prints a public URL and forwards requests from there to a local port (cloudflared, ngrok, ssh -R …).
+"""A tunnel: a command that prints a public URL and forwards requests from that URL to a local port (cloudflared, ngrok, ssh -R …).
 
-The tunnel is checked from outside, because the command of a dead tunnel often keeps running: `/health` at its URL must answer
+The tunnel is checked from outside, because the command of a dead tunnel often keeps running. A tunnel works if `/health` at its URL answers
 with the gateway's header. A tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to the
 listeners (`Tunnel.notify`). Providers limit how often a tunnel may be created, so the pause between attempts grows.
 
-On Linux, the command ends with this process, even if this process is killed. The command inherits our environment. Variables that look like
-secrets (`SECRET_NAME`) are removed, unless their names start with TUNNEL_ or the command's name. For example, ngrok receives
+On Linux, the command ends with this process, even if this process is killed. The command inherits our environment. A variable that looks
+like a secret (`SECRET_NAME`) is passed on only if its name starts with TUNNEL_ or the command's name. For example, ngrok receives
 NGROK_AUTHTOKEN and cloudflared receives TUNNEL_TOKEN, but neither receives an admin key.
 """
 
@@ -121,7 +121,7 @@ class Tunnel:
         return self.url
 
     async def _read(self, stream: asyncio.StreamReader, lines: list[str], found: asyncio.Future[str]) -> None:
-        """Read a stream of the command, and set `found` to the first URL in it. Read it to its end, so that its pipe never fills up."""
+        """Read a stream of the command to its end, so that its pipe never fills up. Set `found` to the first URL in the output."""
         while True:
             try:
                 line = await stream.readline()
@@ -222,7 +222,7 @@ def _led_command(command: Sequence[str]) -> list[str]:
 
 @asynccontextmanager
 async def open_tunnel(command: str | Sequence[str], url: str, **options: object) -> AsyncIterator[Tunnel]:
-    """Keep a tunnel to `url`, an address of 127.0.0.1, open while the block runs.
+    """Keep a tunnel to the local address `url` open while the block runs.
 
     In the command, `{url}` is replaced with `url`, and `{port}` with its port. `options` are passed to `Tunnel`.
     """

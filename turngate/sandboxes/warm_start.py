@@ -2,8 +2,8 @@
 
 The first sandbox that could use a server starts without one, because a single rollout would gain nothing. From the second sandbox on, one
 server per installation, environment and kind of sandbox serves all sandboxes of this process. The server ends with this process, or after
-being idle for a while. A program that the server cannot start gets a plain start. `counts` contains the number of warm starts, and the
-number of plain starts for each reason.
+being idle for a while. A program that cannot be forked is started without a server, which is called a plain start. `counts` contains the
+number of warm starts, and the number of plain starts for each reason.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ServerProcess(msgspec.Struct, frozen=True):
 
 
 class ForkAnswer(msgspec.Struct, frozen=True):
-    """The answer of a forked process: its id in its own namespace, or why it failed."""
+    """The answer from a forked process: its id in its own namespace, or why it failed."""
 
     pid: int = 0
     error: str = ""

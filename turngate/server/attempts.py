@@ -1,6 +1,6 @@
 """The admin API for attempts at rollouts, under `/admin/attempts`. Any worker can serve these routes.
 
-Requires the admin key, or an API key with one of the route's scopes (`scopes.py`).
+The routes require the admin key, or an API key with one of the route's scopes (`scopes.py`).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _create_key_file(path: Path, key: str) -> None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Once the key file exists, remove the temporary files of processes that were killed while creating it."""
+    """If the key file exists, remove the temporary files of processes that were killed while creating it."""
     if path.exists():
         for unfinished in path.parent.glob(f".{path.name}.*"):
             with suppress(OSError):

@@ -140,7 +140,7 @@ def _wrong(name: str, expected: str, text: str) -> BadRequest:
 
 
 def find_too_deep(raw: bytes) -> str | None:
-    """Return the name of the top-level field in a JSON body whose value is nested deeper than `MAX_DEPTH`.
+    """Check whether a JSON body is nested deeper than `MAX_DEPTH`, and return the name of the top-level field that is nested too deeply.
 
     Return "" if the nesting is not inside a named field, and None if no value is nested too deeply. The check runs before decoding, because
     the depth that a decoder can handle depends on the call stack.

@@ -1,7 +1,7 @@
 """The feed API for trainers, under `/admin/feeds` and `/admin/groups`.
 
-Requires the admin key, or an API key with one of the route's scopes (`scopes.py`). Deliveries are msgpack with raw little-endian arrays.
-Everything else is JSON, including errors. Any worker can serve these routes, because feeds are in the store.
+The routes require the admin key, or an API key with one of the route's scopes (`scopes.py`). Deliveries are msgpack with raw little-endian
+arrays. Everything else is JSON, including errors. Any worker can serve these routes, because feeds are in the store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TakeOverQuery(msgspec.Struct, frozen=True):
     """Query parameters, both from the trainer's checkpoint, if it has one. They are checked if the store was restored from a backup.
 
-    `after` is the number of the last delivery that the trainer has processed, and `mark` is the feed's mark.
+    `after` is the number of the last delivery that the trainer has processed, and `mark` is the feed's `mark` (see `FeedView`).
     """
 
     after: Whole | None = None
@@ -47,8 +47,8 @@ class TakeOverQuery(msgspec.Struct, frozen=True):
 class DeliveriesQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Query parameters. `reader` is the reader's token. The server waits up to `wait` seconds for a delivery with a number above `after`.
 
-    By default, `after` is the last committed number. With `form=tree`, the rows of a group are returned as a tree, with each shared prefix
-    once.
+    By default, `after` is the last committed number. With `form=tree`, the rows of a group are returned as a tree that contains each shared
+    prefix only once.
     """
 
     reader: str = ""

@@ -1,7 +1,8 @@
 """The gate API under `/admin/gate`, for a trainer in another process: take, answer, fail and return calls, and renew leases.
 
-It requires the admin key, and is available only with `--engine gate`. Bodies and replies are msgpack, except `GET /admin/gate` and errors,
-which are JSON. Token ids are raw 32-bit integers, and log-probabilities are raw 32-bit floats (NaN if unknown). Both are little-endian.
+It requires the admin key, and is available only with `--engine gate`. Bodies and replies are msgpack, except that errors and the reply to
+`GET /admin/gate` are JSON. Token ids are raw 32-bit integers, and log-probabilities are raw 32-bit floats (NaN if unknown). Both are
+little-endian.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ class HostedProjects:
     def choose(self, scope: Scope) -> str | None:
         """Return the name of the project that a request belongs to, or None for the project `default`.
 
-        The session's secret, API key or login cookie decides. With the admin key, the caller may name a project in a header. The project's
-        own gateway checks the key again.
+        The session secret, API key or login cookie in the request decides. With the admin key, the caller may name a project in a header.
+        The project's own gateway checks the key again.
         """
         ring = self._host.projects.ring
         named, keys = "", []
@@ -171,7 +171,7 @@ class HostedProjects:
         return self._choose_by_address(scope)
 
     def _choose_by_address(self, scope: Scope) -> str | None:
-        """Find the project by the session's secret in the path (OpenEnv) or query (Gemini). Return None for `default` or no secret."""
+        """Find the project by a session secret in the path (OpenEnv) or query (Gemini). Return None for `default`, or if none is found."""
         query = scope["query_string"]
         if b"tg-" not in query and "/tg-" not in scope["path"]:
             return None

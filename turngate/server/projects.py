@@ -66,7 +66,7 @@ class KeysQuery(msgspec.Struct, frozen=True):
 
 
 class AuditQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the number of the last entry on the previous page. With `newest`, the page is the last one."""
+    """Query parameters. `after` is the number of the last entry on the previous page. With `newest`, the newest entries are returned."""
 
     project: str = ""
     after: Whole = 0

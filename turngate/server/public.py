@@ -30,7 +30,7 @@ _MODEL_BASES = (
 
 
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply of `GET /health`. The status code is 503 if no engine is up, and 200 otherwise.
+    """The reply to `GET /health`. The status code is 503 if no engine is up, and 200 otherwise.
 
     A gateway that serves a shared store and manages no engines always responds with 200.
     """
@@ -41,7 +41,7 @@ class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublicRoutes:
-    """The public routes. `model` is the configured model name; if it is empty, the engines report their models."""
+    """The routes of this module. `model` is the configured model name; if it is empty, the engines report their models."""
 
     def __init__(self, engine: Engine | None, relay: Relay | None, auth: Auth, model: str) -> None:
         self._engine = engine

@@ -234,7 +234,8 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
 def tune_interpreter() -> None:
     """Adjust Python's settings for a process that only serves a gateway.
 
-    The vocabulary is excluded from garbage collection. Otherwise, half a million permanent objects would be scanned again and again.
+    The tokenizer's vocabulary is excluded from garbage collection. Otherwise, half a million permanent objects would be scanned again and
+    again.
 
     Threads release the interpreter lock every 0.5 ms, instead of the default of every 5 ms. A turn waits for the engine and for sockets
     several times. After each wait, the turn needs the lock, which a thread that reads the store could otherwise keep for up to 5 ms.

@@ -28,7 +28,8 @@ Limit = Annotated[float, msgspec.Meta(gt=0, le=7 * 86400)]
 class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/fence/pause`.
 
-    If calls are not resumed within `limit_s` seconds, the trainer is presumed gone, and calls continue at the old version.
+    If calls are not resumed within `limit_s` seconds, the trainer is presumed gone, and calls continue at the old version. By default, a
+    pause has no time limit.
     """
 
     mode: PauseMode = "hold"

@@ -96,7 +96,7 @@ def _note_unnamed(field: str, names: Sequence[str], truncator: Truncator) -> Non
 
 
 def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
-    """Return the beginning of a text file, the number of bytes left out and the size of the file, or None if it is not readable text."""
+    """Return the beginning of a text file, the number of bytes left out, and the file's size, or None if the file is not readable text."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -349,7 +349,7 @@ class Catalog:
 
 
 def key_is_set(endpoint: Endpoint) -> bool:
-    """Return whether the endpoint needs no secret key, or its key is set in the environment."""
+    """Return whether the endpoint's secret key is set in the environment. Return True if the endpoint needs no key."""
     try:
         return not endpoint.key_env or bool(read_key(endpoint.key_env))
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Convert a trace to turns and to a conversation. No I/O. Long traces take a while, so call these functions in a thread."""
+"""Convert a trace to turns and to a conversation. Long traces take a while, so call these functions in a thread."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _prompt_lengths(view: TraceView) -> dict[int, int]:
 
 
 def _take_logprobs(index: int, turn: TurnView, truncator: Truncator, remaining: int) -> tuple[list[float] | None, int]:
-    """Return a turn's log-probabilities, or None if they are unknown or do not fit, and how many more values the result can hold."""
+    """Return a turn's log-probabilities (None if they are unknown or do not fit), and how many more values the result can hold."""
     if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
         return None, remaining
     if not truncator.clamp.logprobs:
@@ -120,7 +120,7 @@ def _parse_call(call: Json) -> _ToolCall:
 
 
 def _join_parts(content: Json) -> str:
-    """Join the parts of a message's content. For a part without text, such as an image, its type in brackets is used."""
+    """Join the parts of a message's content. A part without text, such as an image, is represented by its type in brackets."""
     if not isinstance(content, list):
         return _to_text(content)
     texts = []

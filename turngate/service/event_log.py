@@ -36,7 +36,7 @@ class RolloutEventLog:
         seq: int | None = None,
         at: float | None = None,
     ) -> None:
-        """Store an event, and notify waiting callers. If the event cannot be stored, log an error. The rollout continues."""
+        """Store an event, and notify waiting callers. If the event cannot be stored, log an error and let the rollout continue."""
         event = RolloutEvent(cursor=active.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
         try:
             self._storage.add_event(active.id, event)

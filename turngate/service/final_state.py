@@ -1,4 +1,4 @@
-"""Derive the final state of a rollout from its outcome, from the error that ended it or, after a crash, from its events. No I/O."""
+"""Build the final state of a rollout from its outcome or error. After a crash, build it from the stored result or events. No I/O."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: 
 
 
 def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutState:
-    """Build the final state of a rollout whose result could not be built. If the rollout has an outcome, the error is only noted."""
+    """Build the final state of a rollout whose result could not be built.
+
+    If the outcome was already decided, it is kept, and the error becomes a note.
+    """
     outcome = active.outcome
     state = _mark_done(active.state)
     failed = _apply_error(active, state, error, "result")
@@ -117,7 +120,7 @@ def _mark_done(state: RolloutState, **changes: object) -> RolloutState:
 
 
 def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
-    """Add an error to the state of a rollout. An error that is not a `TurngateError` is logged, and only its type is shown."""
+    """Add an error to the state of a rollout. An error that is not a `TurngateError` is logged, and the state contains only its type."""
     if isinstance(error, TurngateError):
         info = ErrorInfo(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
     else:
@@ -128,7 +131,7 @@ def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseExceptio
 
 
 def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error with `setup_shell`, the caller's argument, in place of "the setup script"."""
+    """Return the error, with "the setup script" replaced by `setup_shell`, the argument that contains the caller's script."""
     if info is None:
         return None
     message = make_encodable(info.message)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Finalizer:
-    """Builds and stores the result of a rollout whose work has ended. If an optional part fails, a note is added and the grade is kept."""
+    """Builds and stores the result of a rollout whose work has ended. If an optional step fails, a note is added and the grade is kept."""
 
     def __init__(
         self, config: ServiceConfig, storage: ServiceStorage, events: RolloutEventLog, history: RolloutHistory
@@ -121,7 +121,7 @@ async def _read_view(active: ActiveRollout, client: GatewayClient) -> TraceView:
 
 
 async def _attempt(active: ActiveRollout, missing: str, work: Coroutine[Any, Any, T], default: T) -> T:
-    """Do an optional part of the finalization. If it fails, add a note that starts with `missing`, and return `default`."""
+    """Run an optional step of the finalization. If it fails, add a note that starts with `missing`, and return `default`."""
     task = asyncio.create_task(work)
     await asyncio.wait([task])
     error = task.exception()

@@ -43,7 +43,10 @@ class GatewayConnection(msgspec.Struct, frozen=True):
 
 
 class _RunningGateway:
-    """One gateway. A separate task keeps it open, because the rollout that started it may end before other rollouts that use it."""
+    """A gateway that is starting or running.
+
+    A separate task keeps the gateway open, because the rollout that started it may end before other rollouts that use it.
+    """
 
     def __init__(
         self, choice: EndpointChoice, keep_open: Callable[[_RunningGateway], Coroutine[None, None, None]]

@@ -21,7 +21,7 @@ log = logging.getLogger("turngate")
 
 
 class RolloutHistory:
-    """Keeps the newest `config.keep` rollouts that have ended. Results that cannot be written stay in memory until a later try succeeds."""
+    """Keeps the newest `config.keep` rollouts that have ended. Results that cannot be written stay in memory until a retry succeeds."""
 
     def __init__(self, config: ServiceConfig, storage: ServiceStorage) -> None:
         self._config = config
@@ -158,7 +158,7 @@ class RolloutHistory:
         return state
 
     async def cancel_orphans(self, gateway: str, client: GatewayClient) -> None:
-        """Cancel the sessions that an earlier process left open at a gateway."""
+        """Cancel the sessions that an earlier process may have left open at a gateway."""
         for session in self._orphans.pop(gateway, ()):
             with suppress(TurngateError):
                 await client.cancel(session)

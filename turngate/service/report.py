@@ -119,7 +119,7 @@ def _outcome_notes(outcome: Outcome) -> list[str]:
 
 
 def error_from_outcome(outcome: Outcome) -> ErrorInfo | None:
-    """Return the error that ended the rollout or its grading, or None if there was none. An agent that fails the task is not an error."""
+    """Return the error that ended the rollout or its grading, or None if there was none. Failing the task is not an error."""
     if outcome.fault is not None:
         return ErrorInfo(boundary=outcome.fault.boundary, stage=outcome.fault.stage, message=outcome.fault.message)
     grade = outcome.grade

@@ -1,7 +1,7 @@
 """Requests for rollouts of an instruction, of a row of a SWE data set, or of a `Task`. A request is validated before its rollout starts.
 
-A request may come from an untrusted caller, over MCP or HTTP. Sizes are therefore limited, paths stay inside the working folder, and errors
-name the argument. Keys, images, sandboxes and networks are not arguments but settings of the server (`config.py`).
+A request may come from an untrusted caller, over MCP or HTTP. Sizes are therefore limited, paths must stay inside the working folder, and
+each error names the invalid argument. Keys, images, sandboxes and networks are not arguments but settings of the server (`config.py`).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     endpoint_url: str = ""
 
     def check(self) -> SweRolloutRequest:
-        """Validate the arguments, except for the row itself, which `build_task` validates."""
+        """Validate the arguments and the size of the row. `build_task` validates the row's fields."""
         if not self.task:
             raise BadRequest("task is empty; send the fields of a row, such as instance_id and repo", param="task")
         try:
@@ -202,7 +202,7 @@ def parse_arguments(values: Mapping[str, Json], kind: type[T]) -> T:
 
 
 def parse_mode(name: str) -> Mode | None:
-    """Return the mode with this name or alias, or None if the name is empty. Raise `BadRequest` if it is unknown."""
+    """Return the mode with this name or alias, or None if the name is empty. Raise `BadRequest` if the name is unknown."""
     if not name:
         return None
     for mode in MODES:
@@ -281,7 +281,7 @@ def _normalize_path(name: str, where: str) -> str:
 
 
 def decode_content(content: str | Base64File) -> Iterator[bytes]:
-    """Decode a validated file in chunks, so that other threads can run in between. Call this in a thread."""
+    """Yield the bytes of a validated file in chunks, so that other threads can run in between. Call this in a thread."""
     text = content if isinstance(content, str) else content.base64
     for at in range(0, len(text), _CHUNK):
         chunk = text[at : at + _CHUNK]

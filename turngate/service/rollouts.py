@@ -5,10 +5,9 @@
         page = await rollouts.events(rollout, wait_s=20)
         result = await rollouts.finalize(rollout)
 
-A rollout belongs to the service, not to its caller, so it continues when the caller disconnects. If a task, an agent, an engine or a
-sandbox fails, the result has an `error`, and no exception is raised. States, events and results survive a restart. A rollout that had not
-ended when the process was killed is reported as lost, unless its result or grade was recorded. MCP, the OpenEnv environment and the Python
-API use only the methods of `Rollouts`.
+A rollout belongs to the service, not to its caller, so it continues when the caller disconnects. A rollout that fails raises no
+exception: its result describes the failure. States, events and results survive a restart. A rollout that had not ended when the process was
+killed is reported as lost, unless its result or grade was recorded.
 
     runner          the work of a rollout, up to its outcome
     event_log       the events of active rollouts
@@ -292,7 +291,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     @asynccontextmanager
     async def gateway(self, rollout: str) -> AsyncIterator[GatewayClient]:
-        """Connect to the gateway that recorded the rollout, to read its trace and rows. Start the gateway if necessary."""
+        """Connect to the gateway that recorded a rollout, to read the rollout's trace and rows. Start the gateway if necessary."""
         active = self._active.get(rollout)
         if active is not None and active.connection is not None:
             yield active.connection.client
@@ -336,7 +335,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             )
 
     def _new_id(self) -> str:
-        """Create an id for a rollout. Ids sort by the time of their creation."""
+        """Create an id for a rollout. Later ids sort after earlier ones."""
         self._newest_id = max(self._newest_id + 1, int(time.time() * 1000))
         return f"{self._newest_id:012x}{secrets.token_hex(6)}"
 

@@ -4,7 +4,7 @@
        │ ─────► failed        an infrastructure fault, or cancelled; a further attempt can be opened
        └──────► superseded    given up, or replaced by a newer attempt; its outcome is stored but never counts
 
-At most one attempt of a rollout is ever settled. To ensure this, a transaction that changes an attempt writes to the attempt's row before
+At most one attempt at a rollout is ever settled. To ensure this, a transaction that changes an attempt writes to the attempt's row before
 it reads the attempt's state. The write locks the row, so two concurrent transactions never act on the same state.
 """
 
@@ -105,7 +105,7 @@ class AttemptTable:
         }
 
     def find_exclusion(self, session: int) -> str:
-        """Return why the outcome of a session does not count, or an empty string if it does. `session` is the session's key."""
+        """Return why the outcome of a session does not count, or an empty string if it counts. `session` is the session's key."""
         return self.explain_exclusions([session]).get(session, "")
 
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
@@ -242,7 +242,7 @@ def find_rollout(db: StoreConnection, session: str) -> str:
 def supersede_attempts(db: StoreConnection, where: str, values: Sequence[object]) -> None:
     """Supersede the attempts that match the SQL condition `where`.
 
-    Each of their sessions is removed from incomplete groups and gets an event.
+    Each of their sessions is removed from incomplete groups and gets a `superseded` event.
     """
     query = (
         f"UPDATE attempts SET state='superseded', ended=? WHERE ({where}) AND state!='superseded'"

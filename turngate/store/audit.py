@@ -74,8 +74,8 @@ class AuditTable:
     ) -> list[AuditEntry]:
         """Return up to `limit` entries of a project, or of all projects, with numbers above `after`, oldest first.
 
-        If there are more than `limit`, return the oldest, or with `newest` the newest. With `project`, the entries are numbered 1, 2, …
-        within the project. Numbers with gaps would show the project's members how active other projects are.
+        If there are more than `limit`, return the oldest ones, or the newest ones if `newest` is set. With `project`, the entries are
+        numbered 1, 2, … within the project. Numbers with gaps would show the project's members how active other projects are.
         """
         if not self._has_tables:
             return []

@@ -1,6 +1,6 @@
-"""The events table: everything that happened, in commit order.
+"""The events table: what happened to sessions and to the gateway, in commit order.
 
-Some events describe another write, such as a turn or the end of a session. They are inserted in the same transaction as that write.
+An event that describes another write, such as a turn or the end of a session, is inserted in the same transaction as that write.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _remove_old(db: StoreConnection, after: int, last: int, before: float) -> in
 
 
 def _read_event(seq: int, when: object, session: object, kind: object, data: object) -> GatewayEvent:
-    """Return an event from its columns. If they are damaged, the event's data says so, and other events can still be read."""
+    """Build an event from its columns. If they are damaged, the event says so, and other events can still be read."""
     of, at, is_text = as_name(session), as_number(when), isinstance(kind, str)
     if is_text and (of, at) == (session, when) and isinstance(data, bytes | str):
         with suppress(msgspec.DecodeError, UnicodeDecodeError):

@@ -1,8 +1,7 @@
 """Feed tables: the feeds, the rollouts of incomplete groups, and the rollouts of each delivery.
 
-A delivery gets its number in the transaction that records the last outcome of its group. A complete group therefore always has a number,
-even after a crash. All workers write to the same database, so numbers are unique. `gateway/deliveries.py` builds deliveries from these
-tables.
+A delivery gets its number in the transaction that completes its group. A complete group therefore always has a number, even after a crash.
+All workers write to the same database, so numbers are unique. `gateway/deliveries.py` builds deliveries from these tables.
 """
 
 from __future__ import annotations

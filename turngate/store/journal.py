@@ -54,7 +54,7 @@ class Journal:
     def add_refusal(
         self, session: int, name: str, status: int, message: str, request: bytes | None
     ) -> RefusedCalls | None:
-        """Record a refused call (see `Refusals.add`). It is durable when this method returns."""
+        """Record a refused call durably (see `Refusals.add`)."""
         return self._store.refusals.add(session, name, status, message, request)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:

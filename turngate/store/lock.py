@@ -1,4 +1,4 @@
-"""The lock on a data folder, which prevents two gateways from assigning the same node ids."""
+"""The lock on a data folder, which ensures that only one gateway or service writes to the folder at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turngate.errors import ConfigError, DataFolderInUse
 def lock_folder(folder: Path) -> IO[bytes]:
     """Create the folder if necessary, and lock it. Return the lock file.
 
-    The folder stays locked while this process, or a process that inherited the file, has it open.
+    The folder stays locked until this process, and every process that inherited the open lock file, has closed the file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -36,7 +36,7 @@ def prepare_upgrade(db: sqlite3.Connection, version: int) -> None:
 
 
 def finish_upgrade(db: sqlite3.Connection, version: int) -> None:
-    """Fill the new tables with data from the old ones."""
+    """Fill the attempts table from the sessions' metadata, and remove cancelled sessions from incomplete groups."""
     if 0 < version <= BEFORE_ATTEMPTS:
         db.execute("BEGIN IMMEDIATE")
         try:

@@ -1,7 +1,7 @@
 """The outbox of a cell: the sessions that must still be shipped to the shared store, and when each of them is due.
 
-A session enters the outbox in the transaction that opens it, and leaves it after the shared store has committed it. Any later change, such
-as a replaced outcome, adds the session again. A session in the outbox cannot be deleted, and its events are kept.
+A session enters the outbox in the transaction that opens it, and leaves it once the shared store has committed the session. Any later
+change, such as a replaced outcome, adds the session again. A session in the outbox cannot be deleted, and its events are kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ShippedSession(msgspec.Struct, frozen=True):
 
 
 class ShippingPosition(msgspec.Struct, frozen=True):
-    """The history of the shared store that a cell saw last, and the last session that the cell shipped to it."""
+    """Which history of the shared store a cell saw last, and which session the cell shipped last."""
 
     history: str | None  # name of its history (`restores.py`); None: the cell has not connected to it yet
     last: str | None  # id of the session that the cell shipped last, if the cell still has it
@@ -137,7 +137,7 @@ class OutboxTable:
             db.execute(query, (session, self.cell, ended if cancelled else ended + ABANDONED_S))
 
     def add_outcome(self, db: StoreConnection, session_id: str) -> None:
-        """Make a session due now, because its outcome was recorded or replaced."""
+        """Make an ended session due now, because its outcome was recorded or replaced. Do nothing if the session is open."""
         self._add(db, session_id, time.time(), f"{_CHANGE}, {_EARLIER}")
 
     def add_event(self, db: StoreConnection, session_id: str) -> None:
@@ -202,7 +202,7 @@ class OutboxTable:
     # ── after the shared store was restored from a backup ───────────────────────────────────────────────────────
 
     def read_position(self) -> ShippingPosition:
-        """Return the history of the shared store that this cell saw last, and the last session that it shipped."""
+        """Return which history of the shared store this cell saw last, and which session it shipped last."""
         with self._reading() as db:
             found = dict(
                 db.execute("SELECT name, value FROM settings WHERE name IN (?,?)", (_LAST, _HISTORY)).fetchall()
@@ -297,7 +297,7 @@ class OutboxTable:
             return [session_id for (session_id,) in db.execute(query, (cell,)).fetchall()]
 
     def require_shipped(self, session: int, session_id: str) -> None:
-        """If a session has not been shipped, make it due now and raise `Conflict`."""
+        """Raise `Conflict` if a session has not been shipped. If the session has ended, make it due now."""
         if not self._has_tables:
             return
         with self._reading() as db:

@@ -100,7 +100,7 @@ class _Pruner:
     def _read_groups(
         self, left: deque[list[OldSession]], archived: list[list[OldSession]], known: set[bytes]
     ) -> Iterator[ArchivedSession]:
-        """Move the groups for one file from `left` to `archived`, and yield their sessions that the archive does not contain yet."""
+        """Move the groups for one file from `left` to `archived`, and yield those of their sessions that the archive does not have."""
         count = size = 0
         while left and count < _FILE_SESSIONS and size < _FILE_BYTES and not self._is_stopping():
             group = left.popleft()
@@ -134,9 +134,10 @@ class _Pruner:
             return read_session(db, session.key)
 
     def remove(self, groups: Sequence[list[OldSession]]) -> None:
-        """Remove groups as a whole, even if the run is stopping. If a session is needed again or has changed, its group is kept.
+        """Remove groups of sessions. If a session is needed again or has changed, its whole group is kept.
 
-        Sessions are checked once more in the transaction that removes them. One that changes in that short time is kept without its group.
+        If the run is stopping, groups whose removal has begun are still removed. Sessions are checked once more in the transaction that
+        removes them. A session that has changed by then is kept, although the rest of its group is removed.
         """
         left = deque(groups)
         while left and not self._is_stopping():
@@ -181,7 +182,7 @@ def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> t
 
     Return how many were added, and how many the store already had. If several files contain a session, it is read from the newest one.
     Raise `ConfigError` and add nothing if the archive lacks one of the given ids. Raise `StoreError` if a session to load is damaged, or
-    differs from the one in the store. Sessions that were added before it are kept.
+    if the store has a different session with the same id. Sessions that were added before the error are kept.
     """
     files, added, had = SessionArchive(archive), 0, 0
     last = {name: file for file in files.files() for name in files.list_ids(file)}

@@ -1,7 +1,7 @@
 """Queries for lists and statistics of rollouts. They do not load traces.
 
 They read only tables that are written anyway, so they add no cost to a turn. The database sums up the events, so other Python threads can
-run meanwhile.
+run at the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RawSession(msgspec.Struct, frozen=True):
 
 
 class EventTotals(msgspec.Struct, frozen=True):
-    """The event totals of one session."""
+    """Totals of the events of one session."""
 
     session: str
     newest: int  # number of the last event
@@ -157,9 +157,10 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of at most `limit` + 1 sessions that have events numbered above `after`.
+        """Return the ids of the sessions that have events numbered above `after`.
 
-        Only the first 20,000 of these events are read.
+        At most `limit` + 1 ids are returned: the extra one shows that there are more than `limit`. Only the first 20,000 of these events
+        are read.
         """
         query = (
             "SELECT DISTINCT session FROM"

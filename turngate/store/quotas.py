@@ -1,4 +1,4 @@
-"""The parts of projects' quotas that gateways and cells have taken. A process can use its part without further queries."""
+"""The parts of projects' quotas that gateways and cells have taken. A process that has taken a part can use it without further queries."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Retention:
             return dict(db.execute(query, keys).fetchall())
 
     def find_reasons(self, sessions: Sequence[OldSession]) -> Counter[str]:
-        """Return how many sessions must be kept after all, by reason: those that are needed again or have changed since the plan."""
+        """Return how many of the sessions are needed again or have changed since the plan, by reason. These must be kept."""
         reasons: Counter[str] = Counter()
         for start in range(0, len(sessions), _PAGE):
             with self._reading() as db:
@@ -166,7 +166,7 @@ class Retention:
         return Counter(reasons.values())
 
     def delete_rows(self, db: StoreConnection, keys: Sequence[int]) -> None:
-        """Delete sessions with all their rows and events, except their attempts, in the caller's transaction."""
+        """Delete sessions with their recorded data and events, in the caller's transaction. Attempts and feed entries are kept."""
         marks = ",".join("?" * len(keys))
         for table in _SESSION_TABLES:
             db.execute(f"DELETE FROM {table} WHERE session IN ({marks})", keys)

@@ -1,4 +1,4 @@
-"""A cache of the scores that a teacher gave to recorded turns, in a SQLite file of its own next to the store.
+"""A cache of the scores that a teacher model gave to recorded turns, in a SQLite file of its own next to the store.
 
 Scores can be computed again, so they are not kept in the store. Exports that compute scores therefore only read the store, and never
 compete with a gateway for the store's lock. A turn is identified by its own ids and those of its context, so a turn that several rows share
@@ -160,7 +160,7 @@ class ScoreCache:
             return [name for (name,) in self._db.execute("SELECT DISTINCT session FROM scores").fetchall()]
 
     def remove(self, sessions: Iterable[str]) -> None:
-        """Remove the scores of sessions."""
+        """Remove the scores of the sessions with these ids."""
         rows = [(session,) for session in sessions]
         with self._lock:
             self._db.executemany("DELETE FROM scores WHERE session=?", rows)

@@ -94,7 +94,10 @@ class _DamagedPiece(Exception):
 
 
 def split_array(array: SideArray, max_bytes: int) -> Iterator[SideArray]:
-    """Split an array into pieces of at most `max_bytes`. A piece covers at least one token, even if that token's data alone is larger."""
+    """Split an array into pieces of at most `max_bytes` bytes.
+
+    A piece covers at least one token, even if that token's data alone is larger.
+    """
     values = array.values
     if isinstance(values, RaggedArray):
         yield from _split_lists(array.name, array.first, values, max_bytes)
@@ -137,7 +140,7 @@ def _checksum(node: int, name: str, first: int, dtype: str, shape: str, data: by
 def _join_pieces(
     due: Mapping[tuple[int, str, int], SideRange], rows: Sequence[tuple[Any, ...]]
 ) -> dict[int, list[SideArray]]:
-    """Join stored pieces into the arrays that turns list in their info. Raise `_DamagedPiece` if a piece is damaged or missing."""
+    """Join stored pieces into the arrays listed in `due`. Raise `_DamagedPiece` if a piece is damaged or missing."""
     pieces = {row[:3]: row for row in rows}
     found: dict[int, list[SideArray]] = {}
     for (node, name, first), side in due.items():

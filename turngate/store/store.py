@@ -1,4 +1,4 @@
-"""The store: sessions and their traces. Each turn is written in one transaction.
+"""The store: sessions and their traces. The nodes of a turn are written in one transaction.
 
 Each node has a checksum, so a damaged trace is detected and never trained on. `docs/decisions/0003-durability.md` gives the cost of each
 durability setting.
@@ -142,10 +142,9 @@ class SessionLoading:
 
 
 class Store:
-    """Sessions, their traces, and settings.
+    """A store of sessions, their traces, and settings.
 
-    Methods block the calling thread, but only briefly. Each method that writes uses one transaction, except `probe` and, for turns with
-    side data, `commit`.
+    Methods block the calling thread. Each method that writes uses one transaction, except `probe` and, for turns with side data, `commit`.
     """
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
@@ -236,7 +235,7 @@ class Store:
             db.execute("UPDATE sessions SET stop=? WHERE key=?", (stop, key))
 
     def delete_session(self, key: int, event: NewEvent | None = None) -> None:
-        """Delete a session and everything recorded for it, including its events. `event` announces the deletion."""
+        """Delete a session with its recorded data and events. `event` announces the deletion."""
         with self._writing() as db:
             sessions = db.execute(f"SELECT id FROM sessions WHERE key=? {FOR_UPDATE}", (key,)).fetchall()
             for (session_id,) in sessions:
@@ -266,7 +265,7 @@ class Store:
         return next(self._rows("WHERE secret=?", (secret,)), None)
 
     def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
-        """Return sessions with keys below `before`, newest first. Damaged sessions are included and marked."""
+        """Return up to `limit` sessions with keys below `before`, newest first. Damaged sessions are included and marked."""
         wheres, values = ["key < ?"], [before if before is not None else 2**62]
         parameters: list[object] = list(values)
         if status is not None:
@@ -473,7 +472,7 @@ def _explain_misplaced(parent: int | None, kind: str) -> str:
 
 
 def _read_session_row(key: int, session_id: object, config: bytes, rest: Sequence[object]) -> tuple[SessionRow, str]:
-    """Build a session's row from its columns. Return it with a description of the damaged part, if any. Defaults replace that part."""
+    """Build a session's row from its columns. Also return what is damaged, or an empty string. Defaults replace damaged values."""
     settings, columns = SessionConfig(), _SessionColumns(0.0, None, "sealed", "", "")
     damaged = "" if isinstance(session_id, str) else _DAMAGED_ROW
     try:

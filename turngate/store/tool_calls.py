@@ -1,4 +1,4 @@
-"""The tool_calls table: host-tool calls and their replies."""
+"""The tool_calls table: calls of host tools (`trace/host_tools.py`) and their replies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AnsweredBy = Literal["", "tool", "host", "time"]  # not answered yet; by the too
 
 
 class HostToolCall(msgspec.Struct, frozen=True):
-    """One host-tool call."""
+    """One call of a host tool, and its reply if there is one."""
 
     call: int
     tool: str

@@ -57,7 +57,7 @@ class ArchiveError(TurngateError):
 
 
 class ArchiveCache:
-    """The archives of one project in a folder, which several processes may use at the same time."""
+    """The archives of one project, in a folder that several processes may use at the same time."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ArchiveCache:
         return PackedTask(task=packed, archive=digest)
 
     def has(self, digest: str) -> bool:
-        """Return whether an archive is in the cache. It may be damaged."""
+        """Return whether an archive is in the cache, without checking whether the archive is damaged."""
         return self._path(digest).is_file()
 
     def read(self, digest: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Environment values that belong to this machine. A task's file refers to them by name, so that it contains no secrets.
+"""Environment values that belong to this machine. A task's file names the variables, so that the file itself contains no secrets.
 
 The values do not leave the machine. A task that is sent to another machine names only the variables, and that machine uses its own values.
 """
@@ -16,7 +16,7 @@ RESERVED_PREFIXES = ("TURNGATE_", "PG")  # keys of this machine's gateway and of
 
 
 def remove_host_values(task: Task) -> Task:
-    """Return the task without the values that come from this machine. `task.host_env` still names their variables."""
+    """Return the task without the values that come from this machine. `task.host_env` still names the variables."""
     removed = {(variable.place, variable.name) for variable in task.host_env}
 
     def keep(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
@@ -73,7 +73,7 @@ def read_variable(name: str, environment: Mapping[str, str], user: str, default:
 
 
 def _change_env(task: Task, change: Callable[[str, Mapping[str, str]], Mapping[str, str]]) -> Task:
-    """Return the task with each of its environments changed: those of the sandbox, the grader and the solution."""
+    """Return the task with `change` applied to the environments of the sandbox, the graders and the solution."""
 
     def change_script(script: Script, _: str) -> Script:
         return msgspec.structs.replace(script, env=change("grader", script.env))

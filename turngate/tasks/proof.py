@@ -42,7 +42,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 async def prove_task(task: Task, environment: GradingEnvironment) -> Proof:
     """Grade the untouched task and the reference solution, each in fresh sandboxes.
 
-    Failures are reported in the proof. The only exception raised is `CancelledError`.
+    Failures are reported in the proof, not raised.
     """
     started = time.monotonic()
     proof = await _prove(task, environment)
@@ -90,7 +90,7 @@ def _prove_without_solution(task: Task, untouched: Grade) -> Proof:
 
 
 def _with_own_log(environment: GradingEnvironment, name: str) -> GradingEnvironment:
-    """Return the environment with its own log file: `grade.log` becomes `grade-<name>.log`."""
+    """Return the environment with a separate log file: `grade.log` becomes `grade-<name>.log`."""
     if environment.log is None:
         return environment
     return msgspec.structs.replace(

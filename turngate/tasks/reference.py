@@ -1,7 +1,6 @@
 """Turn a task's reference solution into shell commands that a scripted model can run to solve the task.
 
-Each command is short enough for one tool call of an agent. The first commands write the solution's files, and the last one applies the
-solution.
+Each command is short enough for one tool call of an agent. The commands first write the solution's files, and then apply the solution.
 """
 
 from __future__ import annotations

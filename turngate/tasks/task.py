@@ -1,7 +1,7 @@
 """The parts of a task: the instruction, the files and setup that the agent starts with, and the grader of the outcome.
 
 A task is data. The modules in `loaders/` build tasks, `staging.py` sets up a task in a sandbox, and `grading/` grades the outcome. Graders
-and solutions never enter the agent's sandbox, except where a scripted model replays a solution (`reference.py`).
+and solutions never enter the agent's sandbox, except when a scripted model replays a solution (`reference.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ MAX_INSTRUCTION = 1_000_000  # characters
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
-    """A script that grades the agent's work in a fresh sandbox, with `files` in /tests and, unless there is a probe, a copy of the work."""
+    """A script that grades the agent's work in a fresh sandbox.
+
+    The sandbox contains `files` in /tests and, unless there is a probe, a copy of the work.
+    """
 
     files: Path | None = None
     command: tuple[str, ...] = ("bash", "/tests/test.sh")
@@ -41,7 +44,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
 
 
 class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
-    """A repository's tests, which grade the work: those that failed before must pass, and those that passed before must still pass."""
+    """A repository's tests as a grader: those that fail without the work must pass with it, and those that already pass must still pass."""
 
     repo: str
     base_commit: str  # empty if the task's files are not a git repository
@@ -74,7 +77,7 @@ Grader = Script | Function | Swe | Rubric
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):
-    """The reference solution: a patch for the working folder, or files with a `solve.sh`. No real model sees it."""
+    """The reference solution: a patch for the working folder, or files with a `solve.sh`. Only a scripted model may see it."""
 
     patch: str = ""
     files: Path | None = None

@@ -70,7 +70,7 @@ def register_secrets(*secrets: str) -> None:
 
 
 def redact_known(text: str) -> str:
-    """Redact registered secrets and keys that Turngate issues."""
+    """Redact the keys that Turngate issues, and all registered secrets."""
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, REDACTED)

@@ -11,7 +11,7 @@ The runner passes the trace context to the gateway in a header of the request th
 names follow OpenTelemetry's conventions for generative AI; our own attributes begin with `turngate.`. Spans never contain prompts, replies,
 task texts, keys or URLs.
 
-A process calls `start_tracing` once, and `current_tracer` wherever it records spans. Requires `pip install 'turngate[otel]'`.
+A process calls `start_tracing` once, and `current_tracer` wherever it records spans. Tracing requires `pip install 'turngate[otel]'`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RolloutTracer:
         self.empty = Context()  # keeps other spans of the process from becoming parents of ours
 
     def close(self) -> None:
-        """Send the remaining spans within ten seconds. The SDK's own time limit is not reliable."""
+        """Send the remaining spans, but wait at most ten seconds. The SDK's own time limit is not reliable."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(_FLUSH_S)
@@ -133,7 +133,10 @@ class RolloutTracer:
         )
 
     def start_turn(self, session: str, metadata: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
-        """Start the span of a turn. The parent span is in the session's metadata. A `model` that does not look like a name is left out."""
+        """Start the span of a turn. The session's metadata identifies the parent span.
+
+        A `model` that does not look like a name is left out.
+        """
         model = model if _MODEL_NAME.fullmatch(model) else ""
         parent = metadata.get(TRACEPARENT)
         operation = _OPERATIONS.get(dialect, "chat")

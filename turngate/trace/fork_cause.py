@@ -1,14 +1,14 @@
 """Fork causes: why a turn does not continue its branch, derived from the agent's signals and the structure of the trace.
 
-retry       the same request again, because its answer was lost or the client marked it as a retry
+retry       the same request again: its answer was lost, or the client marked the request as a retry
 resample    the same request again, for a second answer
 branch      a second continuation of a turn
 edited      a changed history: a question differs, or the model never gave one of the answers
-compaction  the same conversation, shortened: it repeats or quotes a part of the earlier one
+compaction  the same conversation, shortened: it repeats or quotes a part of the earlier conversation
 handoff     another agent takes over: its request repeats answers of the conversation, with a different system prompt
 subagent    a sub-agent's own conversation
 side        a call that is not part of the conversation: a title, a summary or a probe
-new         a separate conversation that shares no content with earlier ones; its role says what it is for
+new         a separate conversation that does not continue an earlier one; its role says what it is for
 tools       the same conversation with different tools
 system      the same conversation with a different system prompt
 template    the chat template does not extend the earlier ids (detected when a prompt is rendered)
@@ -159,7 +159,7 @@ def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quote
 
 
 def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:
-    """Return the cause if the conversation repeats an earlier one but changes its tools or system prompt. Otherwise, return None."""
+    """Return the cause if a conversation repeats an earlier one with different tools or a different system prompt, or None."""
     head, question = request.meaning(0), _first_question(request)
     # A title or summary is never revised, nor is a request without tools that preceded the first conversation with tools.
     known = [root for root in trace.roots if root.info.cause != "side" and not root.info.signals.is_aside]
@@ -183,8 +183,8 @@ def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) ->
 
     - It makes no tool calls, and no turn follows it.
     - The turn before it, if any, is not quoted or makes tool calls. If two successive answers are quoted, the quoting text is a transcript.
-    - The agent's signals mark it as a side call or a summary, or else what it summarizes has at least two turns or was already shortened.
-      Otherwise, it might be a plan or a review.
+    - The agent's signals mark it as a side call or a summary. Otherwise, the conversation that it summarizes must have at least two turns
+      or already be shortened, because the turn might be a plan or a review.
 
     If an unmarked summary is the first turn of a conversation, it summarizes an earlier conversation. Its own conversation must then quote
     the earlier one, or lack the tools that the shortened one has.

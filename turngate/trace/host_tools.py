@@ -82,7 +82,7 @@ def _check_schema(schema: dict[str, Json], field: str) -> None:
 
 
 def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
-    """Build a function that checks arguments against a schema. The `BadRequest` that it raises names the invalid argument.
+    """Build a function that checks arguments against a schema. The function raises a `BadRequest` that names the invalid argument.
 
     A `$ref` to another document is not followed, so arguments that depend on it are rejected.
     """

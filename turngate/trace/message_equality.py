@@ -47,7 +47,7 @@ class RequestMessages:
         return self._messages.get(index)
 
     def put(self, index: int, messages: tuple[Message, ...]) -> None:
-        """Set the messages at `index`. They were decoded from an earlier request that has the same bytes at this index."""
+        """Set the messages at `index`. They must come from an earlier request that has the same bytes at this index."""
         self._messages.setdefault(index, messages)
 
     def messages_from(self, start: int = 0) -> list[Message]:

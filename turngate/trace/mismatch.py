@@ -4,7 +4,7 @@ For each trained token, d = log-probability under the trainer's current weights 
 ratio. Tokens are grouped by lag: by how many policy versions the trainer's weights are newer than those that sampled the token.
 
     lag 0   the weights are the same, so d is the mismatch between engine and trainer and should be 0
-    lag n   d also contains n policy updates
+    lag n   d also reflects n policy updates
     None    the engine did not report which version sampled the token
 
 No I/O.
@@ -69,7 +69,7 @@ class MismatchMeter:
         self._lags: list[np.ndarray] = []
 
     def add(self, trainer: np.ndarray, recorded: np.ndarray, versions: np.ndarray, version: int) -> None:
-        """Add tokens with their log-probabilities: those that the trainer computed, and those that were recorded.
+        """Add the log-probabilities of tokens, as computed by the trainer and as recorded.
 
         `version` is the version of the trainer's weights. `versions` has the version that sampled each token, or `UNKNOWN_VERSION`.
         """
@@ -90,7 +90,7 @@ class MismatchMeter:
         self._lags.append(np.where(versions == UNKNOWN_VERSION, -1, np.minimum(version - versions, MAX_LAG)))
 
     def summarize(self) -> tuple[LagMismatch, ...]:
-        """Return the statistics of each lag that occurs, lowest first. The lag None is last."""
+        """Return the statistics of each lag that occurs, from the lowest lag to the highest, with None last."""
         if not self._differences:
             return ()
         differences, lags = np.concatenate(self._differences), np.concatenate(self._lags)

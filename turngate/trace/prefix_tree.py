@@ -238,7 +238,7 @@ class PrefixTree(msgspec.Struct, frozen=True, eq=False):
 
 
 class TreePath(msgspec.Struct, frozen=True, eq=False):
-    """A row of a tree."""
+    """A row of a tree, given by the indices of its segments."""
 
     tree: PrefixTree
     segments: tuple[int, ...]
@@ -273,7 +273,8 @@ def build_tree(rows: Sequence[Sample], rollouts: Sequence[int] | None = None) ->
 
     `rollouts` has one integer per row, which identifies the row's rollout. If it is None, all rows belong to the same rollout.
 
-    Rows share tokens with the same ids, turn and side data. Different turns never share tokens, because each has its own log-probabilities.
+    Rows share tokens if these tokens and all tokens before them have the same ids, turns and side data. Different turns never share tokens,
+    because each turn has its own log-probabilities.
     """
     columns = [
         [row.ids, _turn_column(row, rollout)] for row, rollout in zip(rows, rollouts or [0] * len(rows), strict=True)
@@ -400,7 +401,7 @@ def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
 
 
 class InvalidTree(ValueError):
-    """The parts of a tree contradict each other. `field` names the part that is wrong."""
+    """The parts of a tree contradict each other. `field` is the name of the field that is wrong."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
 """Find the recorded turns that the messages of a request quote.
 
-An agent quotes an answer when it passes the answer from one conversation to another: a plan in the prompt of the executor, a review in a
-tool result, or a summary at the start of a shortened conversation. Each turn keeps a few excerpts, and the messages of each new context
-are searched for them. This works even if the token ids are unknown.
+An agent quotes an answer when it passes the answer from one conversation to another: a plan in another agent's prompt, a review in a
+tool result, or a summary at the start of a shortened conversation. Each turn keeps a few excerpts of its answer, and the messages of
+each new context are searched for these excerpts. This works even if the token ids are unknown.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ unknown     a conversation whose purpose cannot be determined
 superseded  sampled, but then retried, abandoned or not delivered
 aborted     cut short, for example because the agent closed the connection
 
-Evidence is considered in this order, and the first that decides wins:
+The kinds of evidence are considered in this order, and the first one that decides the role wins:
 
 delivery    how the turn ended: it was cut short, lost or replaced
 signal      what the agent states in headers or fields: a role, a thread, a parent thread
@@ -105,7 +105,7 @@ def decide_roles(trace: Trace) -> dict[int, RoleDecision]:
 class _Nodes:
     """The turns of a trace, and the contexts that matter for roles, collected in one pass.
 
-    Roles are computed often, and most traces are a single conversation, so this must be fast.
+    The pass must be fast, because roles are computed often and most traces are a single conversation.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -339,7 +339,7 @@ class _Structure:
         return _UNKNOWN if role == "unknown" else RoleDecision(role, "structure", why)
 
     def _decide_by_use(self, root: Context) -> RoleDecision | None:
-        """Return a role if another line uses this conversation's answers, or if this one uses another line's. Otherwise, return None."""
+        """Return the role that follows from quotations between this conversation and other lines, or None if they decide nothing."""
         if (user := self._find_user(root)) is not None:
             return RoleDecision("subagent", "structure", f"context {user.id} uses its answer")
         sources = [self._by_id[node].root for node in root.info.quotes or () if node in self._by_id]

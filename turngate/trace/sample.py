@@ -23,7 +23,10 @@ NEEDS_MASK = "trained only with its sampling mask: "
 
 
 class _Temperature(msgspec.Struct, frozen=True):
-    """The temperature among recorded sampling parameters. The others are ignored, even those unknown to this version of Turngate."""
+    """The temperature among recorded sampling parameters.
+
+    Other parameters are ignored, including any that this version of Turngate does not know.
+    """
 
     temperature: float = NEUTRAL.temperature
 

@@ -1,8 +1,8 @@
 """Side data: named arrays with one value per token, such as the experts that a mixture-of-experts model chose.
 
 The prompt of each call contains the tokens of the calls before it, so engines report values for the same tokens again. A turn stores only
-the values of those prompt and reply tokens that have no value yet on the turn's path. So each token on a path has at most one value, from
-the first call that reported it. Missing values are filled in only by `SideColumn.fill`. No I/O.
+the values of those prompt and reply tokens that have no value yet on the turn's path. Each token on a path therefore has at most one value,
+from the first call that reported it. Missing values are filled in only by `SideColumn.fill`. No I/O.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
 
 
 def concatenate_values(parts: Sequence[SideValues]) -> SideValues:
-    """Join the values of consecutive tokens. Either all values are arrays, or all are lists."""
+    """Join the values of consecutive tokens. Either all values must be arrays, or all must be lists."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if arrays:
         return np.concatenate(arrays)

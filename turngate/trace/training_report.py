@@ -1,4 +1,4 @@
-"""Report how much of a rollout is trained. If it is too little, also report why and what to change. No I/O.
+"""Report how much of a rollout is trained. If too little is trained, also report why and what to change. No I/O.
 
 The turns of a rollout's main conversation are expected to be trained. If fewer than half of their tokens are trained, the amount is "few"
 (or "none"), and the report gives the reason that affects the most tokens.
@@ -44,7 +44,7 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def warning(self) -> str:
-        """One line with the reason and the fix, or "".
+        """One line with the reason and the fix, or "" if most tokens are trained.
 
         It leaves out the report's token counts, so that equal warnings of many rollouts can be counted.
         """

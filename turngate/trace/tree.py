@@ -268,9 +268,9 @@ class Trace:
         )
 
     def _walk(self, node: Node | None, at: int, request: RequestMessages) -> tuple[Node | None, int]:
-        """Follow the branch from `node` that matches best by meaning. Return the node where it ends and the number of messages up to there.
+        """Match the request by meaning, downwards from `node`. Return the last matching node and the number of messages up to there.
 
-        The branch ends at a turn, or at a context that contains the request's last message.
+        The match ends at a turn, or at a context that contains the request's last message.
         """
         while at < len(request):
             child = next(iter(self._matching_children(node, at, request)), None)

@@ -70,7 +70,7 @@ class TurnAdvantages(msgspec.Struct, frozen=True):
     missing: str = ""
 
     def of_row(self, row: Sample) -> tuple[float | None, ...]:
-        """Return one advantage per span of a row. It is None for turns that the row does not train."""
+        """Return one advantage per span of a row. The advantage is None if the row does not train the turn."""
         return tuple(self.values.get(span.node) if span.trained else None for span in row.spans)
 
 

@@ -1,8 +1,8 @@
 """Convert the routed experts of a row to the formats that trainers accept for router replay.
 
 The last token of a row was never an input of the engine. It has no experts and needs none, because nothing is predicted from it. If any
-other token has none, these functions raise `IncompleteExperts` instead of inventing experts. Only `to_nemo_rl` accepts such rows, because
-NeMo-RL's format can mark experts as missing.
+other token has none, `to_verl`, `to_miles` and `to_prime_rl` raise `IncompleteExperts`. `to_nemo_rl` accepts such rows, because NeMo-RL's
+format can mark experts as missing.
 
     column = row.side["routed_experts"]                                        # from a feed with side=("routed_experts",)
     AgentLoopOutput(…, routed_experts=to_verl(column, len(row.ids)))

@@ -1,7 +1,7 @@
 """Attention over packed trees: which tokens may attend to which, as one range per token. Needs torch.
 
-The tokens of a tree are in depth-first order. So a token is attended to by the tokens from itself to the end of its segment's subtree
-(`until`), and by no others. `FlexAttention` needs n numbers for that; a dense mask needs n² bytes.
+The tokens of a tree are in depth-first order. Therefore, a token is attended to by the tokens from itself to the end of its segment's
+subtree (`until`), and by no others. For n tokens, FlexAttention needs only these n ends, but a dense mask needs n² bytes.
 """
 
 from __future__ import annotations

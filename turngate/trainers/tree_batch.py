@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class PackedSide(msgspec.Struct, frozen=True, eq=False):
-    """Side data of a batch under one name, for the tokens that have a value."""
+    """The side data that a batch has under one name, such as `routed_experts`. Not every token needs to have a value."""
 
     tokens: Tensor  # indices of these tokens in the batch, in ascending order
     values: Tensor  # one per token; lists of different lengths are concatenated
@@ -168,7 +168,7 @@ def _pack_side(trees: Sequence[PrefixTree], device: str) -> dict[str, PackedSide
 
 
 class _Columns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """The fields of `TreeBatch` for one tree."""
+    """The fields of `TreeBatch` that have one value per token, for one tree."""
 
     ids: np.ndarray
     positions: np.ndarray

@@ -36,7 +36,7 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
 
 
 def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], check: VerifyCheck) -> None:
-    """Check that the attempt in the session's settings, if any, is registered and matches the outcome. Older sessions have none."""
+    """Check that the attempt in the session's settings, if any, is registered and matches the outcome. Old sessions name no attempt."""
     named = (session.config.rollout, session.config.attempt)
     if named[0] and not session.config_error:
         registered = [(attempt.rollout, attempt.attempt) for attempt in attempts]

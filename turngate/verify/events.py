@@ -1,8 +1,8 @@
 """Check that a session agrees with its events.
 
-A gateway writes a turn, the end of a session or an outcome in the same transaction as its event, so the two must agree. The contents of
-events are defined here a second time, independently of the gateway. Events have no checksum, so a change to a record that is also made to
-its event is not detected.
+A gateway writes a turn, the end of a session or an outcome in the same transaction as its event, so the record and the event must agree.
+The contents of events are defined here a second time, independently of the gateway. Events have no checksum, so a change to a record that
+is also made to its event is not detected.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
 def _check_superseded(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
     """Check that the superseded attempts are the ones that events report.
 
-    If a lost cell ships a session whose attempt was already superseded, the `superseded` event precedes the opening event. Other
-    `superseded` events before the opening event are ignored: they belong to a deleted session with the same id.
+    A cell may ship a session after its attempt was superseded, for example because the cell was considered lost. The `superseded` event
+    then precedes the opening event. Other `superseded` events before the opening event are ignored: they belong to a deleted session with
+    the same id.
     """
     attempts = session.related.attempts or ()
     stored = sorted(((a.rollout, a.attempt) for a in attempts if a.state == "superseded"), key=str)

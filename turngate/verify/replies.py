@@ -1,4 +1,4 @@
-"""Check stored replies, to which agents may refer by id, against the turns that they delivered."""
+"""Check that stored replies, which agents may refer to by id, agree with their turns."""
 
 from __future__ import annotations
 

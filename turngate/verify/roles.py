@@ -44,7 +44,7 @@ def _read_stated_role(signals: StoredCallSignals) -> str:
 
 
 def _is_superseded(turn: StoredTurn) -> bool:
-    """Return whether a turn is superseded: it has no continuation, and was undelivered, retried, or replaced by another answer."""
+    """Return whether a turn is superseded: it has no continuation, and it was lost, retried, or replaced by another answer."""
     if turn.children:
         return False
     others = [answer for answer in turn.parent.children if answer is not turn]

@@ -22,7 +22,7 @@ Values = np.ndarray | RaggedArray
 
 
 class TrainerColumn(Protocol):
-    """The side data of a row under one name, as a trainer receives it."""
+    """The side data that a row has under one name, as a trainer receives it."""
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]: ...

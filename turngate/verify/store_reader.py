@@ -1,7 +1,7 @@
 """Read the store with independent code, so that a bug in the gateway's reader cannot hide itself.
 
-This module depends only on the SQLite schema and on the encoding of a node's info. It opens the database read-only, and reads each session
-in one snapshot, even while a gateway is serving the folder.
+This module depends only on the SQLite schema and on the encodings of session settings and node info. It opens the database read-only, and
+reads each session in one snapshot, even while a gateway is serving the folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNDELIVERED_XOR = 0x5EED  # applied to the checksum of a turn that is marked as
 
 
 class UnreadableSession(ConfigError):
-    """Raised if a session exists but cannot be read."""
+    """A session exists but cannot be read."""
 
 
 class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +44,7 @@ class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
-    """The stored info of a context node, which is everything except its ids and messages."""
+    """The decoded `info` column of a context node."""
 
     preamble: bytes
     meanings: bytes
@@ -71,7 +71,7 @@ class SideFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
-    """The stored info of a turn, which is everything except its ids, log-probabilities and message."""
+    """The decoded `info` column of a turn."""
 
     meaning: bytes
     reasoning: bytes

@@ -145,9 +145,9 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
 
 
 def _has_consistent_runs(turn: StoredTurn) -> bool:
-    """Return whether the policy versions that the engine reported per token cover all tokens, increase, and match those of the turn.
+    """Return whether the policy versions of a turn's tokens are consistent. Also return True if the engine did not report them.
 
-    Also return True if the engine did not report them.
+    They must cover all tokens, increase, and match the turn's first and last version.
     """
     runs = turn.info.version_runs
     if not runs:

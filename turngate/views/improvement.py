@@ -1,6 +1,7 @@
-"""How rewards changed during training, by kind of task and for the most improved task (with one rollout from before and one from after).
+"""How rewards changed during training, for each kind of task and for the most improved task.
 
-The policy versions at which graded rollouts started are split into thirds. "Before" is the first third, and "after" is the last one.
+The policy versions at which graded rollouts started are split into thirds. "Before" is the first third, and "after" is the last one. For
+the most improved task, one rollout from before and one from after are chosen as examples.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _summarize_kinds(before: Iterable[RewardTotal], after: Iterable[RewardTotal]
 def _choose_example(
     before: Iterable[RewardTotal], after: Iterable[RewardTotal], find_rollouts: FindRollouts
 ) -> dict[str, Json] | None:
-    """Return the task whose mean reward rose most, with one rollout each from the first and the last policy version at which it was run.
+    """Return the task whose mean reward rose most, with one rollout from its first and one from its last policy version.
 
     The chosen rollouts are those whose rewards are closest to the means before and after. In a tie, the task that is first in
     alphabetical order and the oldest rollout are chosen. Return None if no mean rose, or if the rollouts were deleted in the meantime.

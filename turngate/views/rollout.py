@@ -190,7 +190,7 @@ class RolloutView:
     # ── forks ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forks(self) -> list[dict[str, Json]]:
-        """Return the forks: nodes that did not continue an existing branch, each with the first token that differs from that branch."""
+        """Return the nodes that did not continue an existing branch, each with the branch that it left and the first token that differs."""
         return [fork for node in self.nodes if (fork := self._fork(node)) is not None]
 
     def _fork(self, node: Node) -> dict[str, Json] | None:
@@ -343,7 +343,7 @@ class RolloutView:
     def training_rows(
         self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """Yield the training rows as `turngate export rows` writes them. `about` contains the fields to add to every row."""
+        """Yield the training rows, with the fields that `turngate export rows` writes. `about` contains the fields to add to every row."""
         session = self._session_view.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
         for row in self.rows:

@@ -50,7 +50,10 @@ _delivery_decoder = msgspec.json.Decoder(DeliveryEvent)
 
 
 class RolloutIndex:
-    """The rollouts of one data folder. The first `refresh` reads everything, and later ones read only new events."""
+    """The rollouts of one data folder.
+
+    The first `refresh` reads everything. Later ones read only new events, unless some events were pruned before they were read.
+    """
 
     def __init__(self) -> None:
         self._clear()
@@ -105,7 +108,7 @@ class RolloutIndex:
     def _is_whole(self, store: Store) -> bool:
         """Return whether all events still exist, except those of deleted sessions. Old events may have been pruned.
 
-        In a data folder that an older version created, events are always missing, because that version did not write events.
+        In a data folder that an older version created, some events are always missing, because that version did not write events.
         """
         oldest = min(self.entries.values(), key=lambda entry: entry.key, default=None)
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))

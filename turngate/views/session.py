@@ -79,7 +79,8 @@ class SessionView(msgspec.Struct, frozen=True):
     ) -> list[Sample]:
         """Return the training rows. `side` is the side data to add to them, by node id.
 
-        With `masks`, turns that can be trained only with their sampling masks also count as trained. The rows do not contain the masks.
+        With `masks`, turns that can be trained only with their sampling masks also count as trained, even if `side` does not include
+        the masks.
         """
         policy = policy or self.session.config.policy
         rows = build_samples(self.session.trace, policy, keep_empty=keep_empty, side=side, masks=masks)

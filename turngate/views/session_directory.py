@@ -79,7 +79,7 @@ class SessionDirectory:
         return self.describe(live or stored, stored.trace)
 
     async def describe_ended(self, session: Session) -> Description:
-        """Describe a session that has just ended. If its trace was evicted, it is loaded in slices."""
+        """Describe a session that has just ended. If its trace was evicted, load it in slices, so that other calls do not wait."""
         try:
             await self._loader.load(session, even_if_ended=True)
         except StoreError as error:

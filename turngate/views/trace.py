@@ -129,7 +129,7 @@ def parse_trace(trace: DecodedTrace | Mapping[str, Any], /) -> TraceView:
 
 
 def decode_trace(encoded: bytes) -> DecodedTrace:
-    """Decode the JSON of a trace. Raise `BadRequest` if it is invalid."""
+    """Decode the JSON of a trace. Raise `BadRequest` if a field is missing or has the wrong type."""
     try:
         return _decoder.decode(encoded)
     except msgspec.ValidationError as error:

@@ -99,9 +99,9 @@ def list_feeds(store: Store) -> list[Json]:
 def list_mismatches(store: Store) -> dict[str, Json]:
     """Return trainers' reports on how recomputed and recorded log-probabilities differ (`trace/mismatch.py`). Deleted feeds are omitted.
 
-    `newest` contains the last report of each feed. `trend` contains, for each of the newest reports, the statistics of its tokens with lag
-    0, or None if it has no such tokens. Within a feed, `trend` is ordered by delivery number. If a trainer went back to an earlier
-    delivery, its new reports replace those of later deliveries.
+    `newest` contains the last report of each feed. `trend` contains, for each of the newest reports, statistics of the tokens that were
+    sampled with the weights that the trainer used (lag 0), or None if there are no such tokens. Within a feed, `trend` is ordered by
+    delivery number. If a trainer went back to an earlier delivery, its new reports replace those of later deliveries.
     """
     newest: dict[str, dict[str, Json]] = {}
     trends: dict[str, list[dict[str, Json]]] = {feed.name: [] for feed in store.feeds.listing()}

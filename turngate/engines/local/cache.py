@@ -80,7 +80,7 @@ class KeyValues:
         return attend
 
     def step_attention(self, slots: Places, positions: Places) -> Attend:
-        """Return the attention function for one id per slot. `slots` is in ascending order, and adjacent slots are read without a copy."""
+        """Return the attention function for one id per slot. `slots` must be in ascending order. Adjacent slots are read without a copy."""
         index, place = torch.from_numpy(slots), torch.from_numpy(positions)
         runs = []
         for rows in np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) != 1) + 1):
@@ -135,7 +135,7 @@ class Slots:
         self.reused = 0  # number of ids that were found in the cache
 
     def forget(self) -> None:
-        """Discard all computed prefixes, because the weights have changed."""
+        """Discard all computed prefixes, after a failure or a weight update."""
         self.computed[:] = 0
         self.planned[:] = 0
 

@@ -88,7 +88,10 @@ class Decoder:
         return here.pin_memory().to(self.state.device, non_blocking=True) if self.state.is_cuda else here
 
     def launch(self, slots: Places, adjustments: Sequence[Adjustment]) -> Pending:
-        """Launch a step for `slots`, which are in ascending order. If there are adjustments, all earlier steps must have been collected."""
+        """Launch a step for `slots`, which must be in ascending order.
+
+        If there are adjustments, the results of all earlier steps must have been collected.
+        """
         index = torch.from_numpy(slots)
         tokens, positions, seeds, drawn = self.state[:, index]
         attend = self.cache.step_attention(slots, positions.numpy())

@@ -54,7 +54,7 @@ class LocalEngine:
 
     `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. If the given model has a different dtype, the engine samples from a copy
     that is refreshed after every update. Otherwise, the trainer and the engine share parameters. `slots` is the number of calls that are
-    sampled concurrently; other calls wait. `max_context` cannot exceed the model's own limit. Each slot reserves memory for `max_context`
+    sampled concurrently; other calls wait. `max_context` is capped at the model's own limit. Each slot reserves memory for `max_context`
     tokens.
     """
 
@@ -454,7 +454,7 @@ def _choose_dtype(dtype: str, kind: str) -> torch.dtype:
 
 
 def _choose_slots(model: Model, length: int, kind: str) -> int:
-    """Choose the number of slots: the default, or fewer if their cache would exceed half of the machine's (or the GPU's free) memory."""
+    """Return the default number of slots, or fewer if their cache would exceed half of the machine's memory (or the GPU's free memory)."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.cuda.mem_get_info(model.device)[0] if kind == "cuda" else machine
     return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))

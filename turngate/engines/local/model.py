@@ -2,7 +2,7 @@
 
 The trainer uses `Model.forward`: padded or packed rows in, scores out, with gradients. The trainer and the engine share `Model.run`, which
 runs the layers over ids of any shape, with the caller's attention function. The engine's attention function reads and writes the engine's
-cache (`cache.py`), so sampling and training use the same parameters without a copy.
+cache (`cache.py`), so sampling and training can use the same parameters without a copy.
 
 Parameters that are multiplied by the same input form one matrix (queries, keys and values; gate and up), because the speed of a small model
 depends on the number of operations, not on their size. `weights.py` translates to and from the names in Hugging Face folders.
@@ -49,8 +49,8 @@ class Model(nn.Module):
         """Compute the logits (rows, length, vocabulary) for `ids` (rows, length).
 
         Rows may be padded at their end with any ids of the vocabulary. `segments` (rows, length) separates samples packed into one row:
-        tokens attend only to their own segment, and positions count from its start. `at` (rows, length, bool) selects positions; then
-        only their logits are computed, as (positions, vocabulary).
+        tokens attend only to their own segment, and positions count from its start. If `at` (rows, length; bool) is given, only the logits
+        at the positions that it selects are computed, as (positions, vocabulary).
         """
         hidden = self.compute_hidden(ids, segments)
         return self.scores(hidden if at is None else hidden[at])
@@ -85,7 +85,7 @@ class Model(nn.Module):
         return self.norm(x)
 
     def angles(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rotary cosines and sines, (context, head / 2). They are in float32, because large positions need the precision."""
+        """Return the rotary cosines and sines, each (context, head / 2). They are float32, because large positions need the precision."""
         if device not in self._tables:
             with torch.inference_mode(False), torch.device("cpu"):
                 speeds = _speeds(self.shape.rope, self.shape.head)
@@ -139,7 +139,7 @@ def _speeds(rope: Rope, head: int) -> Tensor:
 
 
 def _causal(mask: Tensor | None) -> Attend:
-    """Return an attention function for (rows, length, heads, head) that attends within each row. Without a mask, it is causal."""
+    """Return a function that computes attention within each row of tensors (rows, length, heads, head). Without a mask, it is causal."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

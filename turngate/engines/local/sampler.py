@@ -1,8 +1,8 @@
 """The sampler: scores → ids, with the log-probabilities of the distribution that was sampled.
 
-Each row is sampled with one random number, which depends only on the call's seed and its number of tokens so far, not on the batch. `draw`
-is enough for a plain call, and can run in a CUDA graph. Adjustments of the distribution (`Adjustment`) are applied before `draw`, row by
-row.
+Each row is sampled with one random number, which depends only on the call's seed and on how many tokens the call has sampled, not on the
+batch. A call without adjustments needs only `draw`, which can run in a CUDA graph. Adjustments of the distribution (`Adjustment`) are
+applied before `draw`, row by row.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _PLACES = 256  # tokens per matrix of scores, to limit its size
 
 
 class LocalScoring:
-    """Scores token ids with the model in a folder. Calls from several threads run one after the other."""
+    """A scorer of token ids that uses the model in a folder. Calls from several threads run one after the other."""
 
     name = "local"
 

@@ -14,7 +14,7 @@ _ROPES = ("default", "linear", "llama3")
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Settings of the rotary position embedding. `kind` decides which of the later fields are used."""
+    """Settings of the rotary position embedding. `kind` determines which of the later fields are used."""
 
     theta: float = 10_000.0
     kind: str = "default"

@@ -282,7 +282,7 @@ class Worker:
     def _filling_is_due(self) -> bool:
         """Return whether to compute prompts now.
 
-        On a GPU, computing many prompts costs little more than computing one, so the first prompt waits for others.
+        On a GPU, computing many prompts costs little more than computing one, so the first prompt waits briefly for others.
         """
         waited = time.monotonic() - self._filling_since >= self._fill_s
         return waited or 8 * len(self._filling) >= self._slots.count or not self._serial.any()

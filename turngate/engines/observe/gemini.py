@@ -185,7 +185,7 @@ def _find_spelling(body: dict[str, Any], name: str) -> str:
 
 
 def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
-    """Override the token limit, sampling and log-probabilities in the agent's body. Leave everything else unchanged."""
+    """Override the token limit and sampling in the agent's body, and request log-probabilities if `logprobs` is set."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body)}
     config_name = _find_spelling(body, "generationConfig")
     config: dict[str, Any] = {**parse_fields(config_name, bytes(body.get(config_name, b"null")))}
@@ -250,7 +250,7 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
 
 
 def _contents(history: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> list[Json]:
-    """Translate the messages. The API requires all results of a turn's tool calls together, right after the turn."""
+    """Translate the messages. Consecutive tool results are merged, because the API requires all results of a turn in one content."""
     contents: list[dict[str, Any]] = []
     answering = False
     for entry in history:

@@ -1,9 +1,10 @@
 """Observe mode: relay calls to any OpenAI-compatible `/v1/chat/completions` endpoint.
 
-A `chat` call is forwarded as the agent sent it, except for the settings that the session overrides (model, token limits, sampling). Calls
-of other dialects are translated. The endpoint renders the prompt and parses the reply, and the token data that it returns is recorded.
-The relay requests as much data as the endpoint supports (`capture`): token ids and log-probabilities from vLLM, log-probabilities from
-many other endpoints, and only text from the rest. The provider's key is sent only in the `Authorization` header.
+A `chat` call is forwarded as the agent sent it, with two exceptions: the session may override settings (model, token limits, sampling), and
+fields that request token data and usage are added. Calls of other dialects are translated. The endpoint renders the prompt and parses the
+reply, and the token data that it returns is recorded. By default, the relay requests as much token data as the endpoint supports
+(`capture`): token ids and log-probabilities from vLLM, log-probabilities from many other endpoints, and only text from the rest. The
+provider's key is sent only in the `Authorization` header.
 """
 
 from __future__ import annotations
@@ -201,7 +202,10 @@ class _CaptureRequest(msgspec.Struct, frozen=True):
     usage: bool = True  # whether a stream requests `stream_options.include_usage`
 
     def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
-        """Return a request without the data that `refusal` names, or None if it names none. The level changes only if `adapts` is true."""
+        """Return a request without the data that the endpoint's `refusal` names, or None if the refusal names no requested data.
+
+        The level changes only if `adapts` is true.
+        """
         if self.usage and "stream_options" in refusal:
             return _CaptureRequest(self.level, usage=False)
         if adapts and self.level == "tokens" and _BEYOND_OPENAI.search(refusal):
@@ -215,7 +219,7 @@ class _CaptureRequest(msgspec.Struct, frozen=True):
 
 
 def _override_body(body: dict[str, msgspec.Raw], request: RelayRequest, capture: _CaptureRequest) -> dict[str, Any]:
-    """Override the model, token limits, sampling and capture fields in the agent's body. Leave everything else unchanged."""
+    """Override the model, token limits, sampling and capture fields in the agent's body, and request token usage in streams."""
     overridden: dict[str, Any] = {**body, **_CAPTURE_FIELDS[capture.level]}
     if "stream" in body:
         overridden["stream"] = bytes(body["stream"]) == b"true"

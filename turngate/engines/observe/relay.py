@@ -1,7 +1,7 @@
 """Shared parts of the observe-mode relays, which send a call in the endpoint's format and stream the answer as chunks.
 
-`anthropic`, `gemini` and `responses` extend `StreamingRelay`. `openai` has a relay of its own, because its endpoints can also return
-token ids.
+The relays in `anthropic`, `gemini` and `responses` extend `StreamingRelay`. The relay in `openai` does not, because it also relays calls
+that are not streamed, and adapts to the token data that an endpoint can return.
 """
 
 from __future__ import annotations

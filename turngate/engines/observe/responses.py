@@ -1,9 +1,9 @@
 """Observe mode: relay calls to OpenAI's Responses API, `/v1/responses`.
 
 A `responses` call is forwarded as the agent sent it, with these exceptions: the session may override settings (model, token limit,
-sampling), a stream is always requested, and the changes below are made. Calls of other dialects are translated, and the provider is asked
-not to store them. Text is recorded, and with `capture="logprobs"` also its log-probabilities. The key is sent only in the `Authorization`
-header.
+sampling), a stream is always requested, and items and tools are changed as described below. Calls of other dialects are translated, and the
+provider is asked not to store them. Text is recorded, and with `capture="logprobs"` also its log-probabilities. The key is sent only in the
+`Authorization` header.
 
 Items that a `responses` call refers to by id are sent in full, because the provider does not know the gateway's ids. Item ids that the
 gateway created are removed, and encrypted items get back the id that the provider gave them. Tools that run at the provider are

@@ -80,8 +80,8 @@ def encode_verbatim(turn: Json, ids: Sequence[str]) -> bytes:
 def read_messages(request: RelayRequest, clean_id: Callable[[str], str] = str) -> list[RelayMessage]:
     """Decode the messages of a call. Tool results get the call ids that the endpoint uses, and the names of their tools.
 
-    `clean_id` replaces characters that the endpoint does not allow in ids. Different ids may then become the same, so it is applied before
-    ids are made unique.
+    `clean_id` replaces characters that the endpoint does not allow in ids. It can make different ids equal, so it is applied before ids
+    are made unique.
     """
     history = request.call.history
     messages: list[RelayMessage] = []
@@ -179,7 +179,7 @@ _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]) -> dict[str, Json]:
-    """Return the session's non-neutral sampling settings under the endpoint's `names`. Raise `EngineRejected` if one has no name there."""
+    """Return the session's non-neutral sampling settings under the endpoint's `names`. Raise `EngineRejected` if a name is missing."""
     values = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value != NEUTRAL[name]}
     unsupported = [name for name in values if name not in names]
     if unsupported:
@@ -194,7 +194,7 @@ def translate_sampling(
 ) -> tuple[dict[str, Json], list[str]]:
     """Return the agent's non-neutral sampling settings under the endpoint's `names`, and a list of the settings that are left out.
 
-    A setting is left out if it has no name there, or if that name is in `without`, the fields that the endpoint has rejected.
+    A setting is left out if `names` lacks it, or if its name is in `without`, the fields that the endpoint has rejected.
     """
     values = {name: value for name, value in call.sampling.items() if value != NEUTRAL[name]}
     translated = {names[name]: value for name, value in values.items() if name in names and names[name] not in without}

@@ -146,9 +146,9 @@ class Cell:
             shipper.stop(0)
 
     async def start(self, sessions: Sessions, url: str) -> None:
-        """Cancel the sessions that belong to an earlier id of this cell, and start to watch the lease.
+        """Cancel the sessions that belong to an earlier id of this cell, and start watching the lease.
 
-        Worker 0 first gets the lease and starts shipping.
+        Worker 0 first acquires the lease and starts shipping.
         """
         self.guard.add(self._store.outbox, sessions)
         if self._is_first:

@@ -1,4 +1,4 @@
-"""A thread that registers a cell in the shared store and renews its lease."""
+"""Register a cell in the shared store, and renew its lease in a thread."""
 
 from __future__ import annotations
 

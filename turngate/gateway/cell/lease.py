@@ -1,10 +1,10 @@
-"""A cell's lease: the right to serve until a deadline. A state machine without I/O: the caller passes the time.
+"""A cell's lease: the right to serve until a deadline. It is a state machine without I/O: the caller passes in the current time.
 
     register ─► held ──renew──► held ── deadline passes ──► lapsed ──renew──► held
                   └────── inactive in the shared store ────────┴────► lost ──► start over: register a new id
 
-The shared store ends a lease by its own clock, counted from when it receives the request. The cell counts its deadline from when it sent
-the request. So the cell always stops serving before the shared store ends the lease, however long the request took.
+The shared store measures a lease on its own clock, from the moment it receives the request. The cell measures the lease from the moment
+it sends the request. The cell therefore always stops serving before the shared store ends the lease, however long the request takes.
 """
 
 from __future__ import annotations

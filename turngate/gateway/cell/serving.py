@@ -55,7 +55,7 @@ class ServingPermit:
 
     @property
     def term(self) -> int:
-        """The term of the cell's current id. This worker may still have to switch to it."""
+        """The term of the cell's current id. This worker may not have switched to that id yet."""
         return self._file.term
 
     def require(self) -> None:
@@ -96,7 +96,7 @@ class LeasedFence(Fence):
 class ServingGuard:
     """Aborts this worker's calls when the lease lapses, and lets waiting calls through when the lease is held again.
 
-    The guard also cancels the sessions of an id that the cell has lost. It acts only while `run` is running.
+    The guard also cancels the sessions of an id that the cell has lost. All of this requires that `run` is running.
     """
 
     def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:
@@ -115,7 +115,7 @@ class ServingGuard:
         self._unshipped.pop(outbox, None)
 
     def require_room(self, outbox: OutboxTable) -> None:
-        """Raise an error if no session may be opened because the lease is not held or too many of the project's sessions are unshipped."""
+        """Raise an error if the lease is not held, or if the project has too many unshipped sessions to open another one."""
         self.permit.require()
         unshipped, counted = self._unshipped.get(outbox, (0, 0.0))
         if (now := lease_clock()) - counted > _UNSHIPPED_CHECK_S:

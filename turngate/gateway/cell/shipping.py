@@ -38,7 +38,7 @@ class ShipmentTarget(Protocol):
     def find_history(self, position: ShippingPosition) -> str:
         """Return the id of the shared store's history, which changes when the store is restored from a backup.
 
-        If the last session that the cell shipped (`position`) is missing, the store was restored, and this call gives it a new history.
+        If the last session that the cell shipped (`position`) is missing, the store was restored, and this call gives it a new history id.
         """
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:

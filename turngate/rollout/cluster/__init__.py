@@ -1,1 +1,1 @@
-"""Run the attempts of a batch on a Ray cluster: Ray places one cell on each node, and PostgreSQL is the shared store."""
+"""Run the attempts of a batch on a Ray cluster: one cell runs on each node, and PostgreSQL is the shared store."""

@@ -82,7 +82,7 @@ class CellActor:
     async def run(self, order: bytes, archive: list[Any]) -> bytes:
         """Run an order to its end, and return how it ended.
 
-        `archive` is a list with the Ray reference of the task's archive. It is empty if the task has no archive.
+        `archive` is a list with the Ray reference to the task's archive. It is empty if the task has no archive.
         """
         parsed = decode_order(order)
         ended = self._results.get(parsed.session_id)

@@ -40,7 +40,7 @@ class RunnerReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RunnerFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Reports why the process cannot run orders. It is about to exit or has exited."""
+    """Reports why the process cannot run orders. The process is about to exit or has exited."""
 
     message: str
 

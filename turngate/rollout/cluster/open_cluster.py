@@ -108,7 +108,10 @@ async def open_shared_gateway(config: ServeConfig) -> AsyncIterator[GatewayClien
 async def open_executor(
     choice: ClusterChoice, plan: BatchPlan, gateway: GatewayClient, note: Callable[[str], None]
 ) -> AsyncIterator[RayExecutor]:
-    """Run cells on the nodes of the cluster for the duration of the block. `gateway` serves the shared store."""
+    """Run cells on the cluster's nodes for the duration of the block, and yield an executor that uses them.
+
+    `gateway` serves the shared store.
+    """
     choice.check()
     connection = RayConnection(choice.address)
     settings = await asyncio.to_thread(choice.runner_settings, plan)

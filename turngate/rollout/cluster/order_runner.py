@@ -150,7 +150,7 @@ class OrderRunner:
 def claim_folder(place: str, shared: str) -> Path:
     """Lock a folder below `place` that no other process on this machine uses, and return it. It stays locked until this process ends.
 
-    A new cell on the same machine gets the folder of an earlier one, and ships the sessions that the earlier cell could not ship. Each
+    A new cell on the same machine gets the folder of a cell that has ended, and ships the sessions that the old cell could not ship. Each
     shared store has separate folders, so that every session is shipped to the store of its batch.
     """
     root = Path(place).expanduser() / parse_database_url(shared).folder.name

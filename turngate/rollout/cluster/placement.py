@@ -1,9 +1,11 @@
 """Decide how many rollouts fit on a node, and which cell runs the next one. No I/O, and no import of Ray.
 
-A rollout takes one slot of a cell. The free CPUs and memory of a node limit its number of slots. A node can set a lower limit with the Ray
+A rollout takes one slot of a cell. The free CPUs and memory of a node limit its number of slots. A node can also set a limit with the Ray
 resource `turngate_slots`:
 
     ray start --address=HEAD:6379 --resources='{"turngate_slots": 64}' --labels=pool=docker
+
+On a node with this resource, rollouts without a CPU limit reserve no CPUs. On other nodes, they reserve one CPU each.
 """
 
 from __future__ import annotations

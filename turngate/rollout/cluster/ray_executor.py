@@ -1,6 +1,6 @@
 """Run the attempts of a batch in the cells of a Ray cluster.
 
-Ray decides where an attempt runs. The shared store alone decides whether the attempt has ended, and how:
+`RayCluster` decides in which cell an attempt runs. The shared store alone decides whether the attempt has ended, and how:
 
     the call returned            wait until the shared store has the outcome; if the outcome does not count, the attempt is lost
     the call failed              send the order again; a cell that already has the order does not run it twice

@@ -1,7 +1,7 @@
-"""Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls. No other module of this package imports Ray.
+"""Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls.
 
-Ray has no documented function that returns the free resources of each node or the draining nodes. This module therefore uses two private
-functions, which Ray's own libraries also use.
+No other module in this folder imports Ray. Ray has no documented function that returns the free resources of each node or the draining
+nodes. This module therefore uses two private functions, which Ray's own libraries also use.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The routes of OpenEnv's capture API and their JSON: `/sessions`, and `/sessions/{id}` with its `/rollout` and `/trace_entries`.
+"""The routes of OpenEnv's capture API: `/sessions`, `/sessions/{id}`, `/sessions/{id}/rollout` and `/sessions/{id}/trace_entries`.
 
 In OpenEnv, the agent's API key is the session's id. Here, the id grants no access. Instead, the `session_id` that `POST /sessions` returns
-is the session's secret, which works wherever a client uses OpenEnv's id. The `id` that it returns is the session's real id, which all other
-replies and `/admin` show. Paths accept both.
+is the session's secret, which works wherever a client uses OpenEnv's id. The `id` in the same reply is the session's real id, which all
+other replies and `/admin` show. Paths accept both.
 
-This implementation differs from OpenEnv's. Prompts are extended and never rendered again, replies are streamed as they are sampled, and
-sessions are durable and expire. Forced tool calls are answered and masked, and aborted calls are kept. Every turn has its policy versions,
-and a token shared by several sequences is trained in only one of them. See docs/openenv.md for details.
+docs/openenv.md lists the differences from OpenEnv's own implementation.
 """
 
 from __future__ import annotations

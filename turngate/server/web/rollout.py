@@ -1,4 +1,4 @@
-"""One rollout on the web page: its header, tree, messages and tokens, and the actions cancel, seal and retry."""
+"""One rollout on the web page: its header, tree, messages and tokens, and its cancel, seal and retry actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coordinate the workers.
+"""Coordinate a gateway's workers during weight updates and engine changes, and collect their metrics.
 
 Worker 0 changes the engines, and pauses and resumes calls, for all workers. Any worker can collect the metrics of all workers.
 
@@ -46,7 +46,7 @@ class WorkerResume(msgspec.Struct, frozen=True):
 
 
 class WorkerEngine(msgspec.Struct, frozen=True):
-    """A request to wait until the worker has no calls in flight at an engine."""
+    """A request to wait until the worker has no calls in flight to an engine."""
 
     url: str
 

@@ -48,7 +48,7 @@ def describe_error(error: psycopg.Error, name: str) -> str:
 
 
 def is_rejected_value(error: BaseException | None) -> bool:
-    """Return whether PostgreSQL rejected a value, for example a null character in text. Retrying does not help then."""
+    """Return whether PostgreSQL rejected a value, for example a null character in text. In that case, retrying does not help."""
     return (getattr(error, "sqlstate", None) or "")[:2] in _REJECTED_VALUES
 
 

@@ -66,7 +66,10 @@ class ListFilter(msgspec.Struct, frozen=True):
 
 
 class TrendPoint(msgspec.Struct, frozen=True):
-    """Totals of the rollouts with the same policy version and staleness whose outcomes were recorded in the same time interval."""
+    """Totals of the rollouts with the same policy version, staleness (`behind`) and time interval.
+
+    A rollout belongs to the interval in which its outcome was recorded.
+    """
 
     interval: int
     version: int | None
@@ -113,7 +116,7 @@ class RolloutPages:
     def page(
         self, filter: ListFilter, sort: str, *, descending: bool, offset: int, limit: int
     ) -> tuple[list[ListedRollout], int]:
-        """Return one page of the matching rollouts, and their total number. Only the rows on the page are read in full."""
+        """Return one page of the matching rollouts, and how many rollouts match in total. Only the rows on the page are read in full."""
         where, values = filter.conditions()
         order = _order(SORTS[sort], "id", descending=descending)
         total = self._count_by_value(filter)
@@ -202,7 +205,7 @@ class RolloutPages:
         return self._deliveries("WHERE team=? ORDER BY seq", (group,))
 
     def last_deliveries(self, prefix: str, limit: int) -> list[DeliverySummary]:
-        """Return the last deliveries of groups with names that start with `prefix`, oldest first.
+        """Return the last `limit` deliveries of groups with names that start with `prefix`, oldest first.
 
         A group may be delivered in parts. Each summary leaves out rollouts whose outcomes were recorded after the delivery.
         """
@@ -279,7 +282,7 @@ class RolloutPages:
             return [version for (version,) in db.execute(query, values).fetchall()]
 
     def find_first_ended(self, prefix: str, versions: Sequence[int], most: int) -> list[tuple[int, str, int]]:
-        """Return version, id and session key of the oldest ended rollouts that started with these versions, up to `most` per version."""
+        """Return (version, id, session key) of the oldest ended rollouts that started with these versions, up to `most` per version."""
         where, values = _starting_with(prefix)
         query = (
             "SELECT version_start, id, key FROM (SELECT version_start, id, key, opened,"

@@ -151,7 +151,7 @@ class ShipmentWriter:
         self._compression: str | None = None  # statement that chooses the compression; None: not determined yet
 
     def write(self, shipments: Sequence[Shipment]) -> None:
-        """Write sessions in one transaction. If this raises an error, none of them has been written."""
+        """Write sessions in one transaction, so that either all or none of them are written."""
         if not shipments:
             return
         try:

@@ -4,7 +4,7 @@
     it crashes, hangs or returns no reward      → run the control: the same grader on the untouched task, once per task and process
         the control returns a reward            → the work broke the grader: graded 0.0, with the reason in the message
         the control returns no reward either    → invalid task
-    a sandbox, a disk or the gateway fails      → infrastructure fault: retried, and never given a reward
+    a sandbox, a disk or the gateway fails      → infrastructure fault: no reward, and the rollout may be retried
 
 The work's processes can stop the sandbox or make its output unreadable. If that happens, grading is retried once before the work is
 considered at fault. If Turngate's own code fails unexpectedly while it grades the work, this counts as a crash of the grader.
@@ -191,7 +191,7 @@ async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnv
 
 
 def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int, int]]:
-    """Return the path, size and modification time of each of a task's files. They show whether the task was edited during a run."""
+    """Return the path, size and modification time of each of a task's files, so that the control runs again if the task is edited."""
     paths = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
     if isinstance(grader, Function) and (file := function.find_function_file(task, grader.name)) is not None:
         paths.append(file)

@@ -43,7 +43,7 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b
 
 
 def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
-    """Return the outcome of every test in a log. This may block for a minute, so do not call it in an event loop.
+    """Return the outcome of every test in a log. This may block for minutes, so do not call it in an event loop.
 
     Raise `Undecided` if the parser cannot read the log, and `TaskError` if the parser does not exist. Raise `ConfigError` if the parser
     needs the `swebench` package, but the package is not installed or cannot be imported.
@@ -56,7 +56,10 @@ def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
 
 
 def require_parser(name: str) -> None:
-    """Raise `TaskError` if no such parser exists, or `ConfigError` if it could only be in `swebench`, but that cannot be imported."""
+    """Raise `TaskError` if no such parser exists.
+
+    Raise `ConfigError` if the parser needs the `swebench` package, but the package is not installed or cannot be imported.
+    """
     if name not in _OWN_PARSERS:
         _find_foreign_parser(name)
 

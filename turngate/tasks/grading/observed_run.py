@@ -1,6 +1,7 @@
-"""Run a test command in a sandbox, with the witness (`witness.py`) watching. Graders and `make repairs` run tests in this same way.
+"""Run a test command in a sandbox, while the witness (`witness.py`) records what each test does.
 
-The log is the output between two markers that only the wrapping shell knows.
+The SWE grader and `turngate tasks make repairs` both run tests in this way. The log is the output between two markers that only the
+wrapping shell knows.
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ _swept: list[int] = []  # not empty once this process has removed old scratch fo
 
 @asynccontextmanager
 async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: float) -> AsyncIterator[Sandbox]:
-    """Create a sandbox without a network, and set up the task in it. `life_s` is the time that the grader may take in the sandbox."""
+    """Create a sandbox without network access, set up the task in it, and stop the sandbox after the block.
+
+    `life_s` is the grader's time limit in seconds. Time for the setup is added to it.
+    """
     backend = environment.backend
     needed = staging.build_sandbox_spec(task, backend, image=environment.image, resources=environment.resources)
     limits = needed.resources
@@ -95,7 +98,7 @@ async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: f
 
 
 async def _stop_sandbox(task: Task, sandbox: Sandbox) -> None:
-    """Stop a sandbox. If that fails, log the error, but do not change the grade."""
+    """Stop a sandbox. If that fails, only log the error, because the grade is still valid."""
     try:
         await sandbox.stop()
     except SandboxError as error:
@@ -112,13 +115,13 @@ def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[s
 async def upload_work(
     sandbox: Sandbox, folder: Path, *, exclude: Collection[str] = (), held: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Replace the content of the sandbox's working folder with the agent's work. The original `.git` is kept unless the work has one.
+    """Replace the content of the sandbox's working folder with the agent's work. The original `.git` is kept unless the work includes one.
 
     Files that the agent deleted are deleted in the sandbox too. Python caches are not copied: Python accepts an outdated cache if the
     source changed within the same second and kept its length, so the work could otherwise be graded with outdated code.
 
-    `exclude` lists the paths in the work to leave out, and `held` the original files in the sandbox to keep unchanged. Return notes
-    on the files that could not be copied.
+    `exclude` lists the paths in the work that are not copied. `held` lists the original files in the sandbox that are kept unchanged.
+    Return notes on the files that could not be copied.
     """
     private = await upload_private_files(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
     kept = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # "/" matches no file
@@ -142,7 +145,7 @@ async def upload_work(
 
 
 def _find_blocking_paths(folder: Path, held: Sequence[str]) -> set[str]:
-    """Return the paths in the work that are not folders, although held files need folders there."""
+    """Return the paths in the work that are not folders, although a held file needs a folder there."""
     found = set()
     for path in held:
         for parent in PurePosixPath(path).parents:

@@ -2,11 +2,11 @@
 
 Without a probe, one sandbox is used. First the work is copied into it, then the tests (to /tests), and then the script runs. When the
 script has ended, all processes that it left running are killed, and only then is the reward read. The work's code runs as the same user as
-the script, so it can overwrite the reward file while the tests run. This setup stops common cheats, but not a determined attempt.
+the script, so it can overwrite the reward file while the tests run. This setup stops common cheats, but not a determined attacker.
 
 With a probe, two sandboxes are used. In the first, the probe runs the work. This sandbox contains no tests except `tests/run.sh` and
-`tests/inputs/`. The second sandbox, the judge's, receives all tests and the files that the probe left in /logs/probe, but not the work. The
-agent's code therefore never runs in the sandbox that contains the answers and decides the reward.
+`tests/inputs/`. The second sandbox, in which the script runs, receives all tests and the files that the probe left in /logs/probe, but
+not the work. The agent's code therefore never runs in the sandbox that contains the answers and decides the reward.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def _run_probe(
 ) -> tuple[Mapping[str, str], tuple[str, ...]]:
     """Run the probe on the work in a separate sandbox, and copy the probe's output to the host.
 
-    Return the environment variables that tell the judge how the probe ended, and notes on the files that could not be copied.
+    Return the environment variables that tell the script how the probe ended, and notes on the files that could not be copied.
     """
     await asyncio.to_thread(_copy_probe_files, grader.files, folder / "tests")
     (folder / "left").mkdir()
@@ -210,7 +210,7 @@ async def _read_reward(sandbox: Sandbox, grader: Script, logs: str) -> float:
 
 
 def _explain_fixed_folder(grader: Script) -> str:
-    """Return a hint if the script writes to /logs/verifier, although its sandbox has the folder for logs elsewhere."""
+    """Return a hint if the script mentions the fixed path /logs/verifier and never `TURNGATE_LOGS`. Otherwise, return an empty string."""
     texts = [word.encode("utf-8", "surrogateescape") for word in grader.command]
     for word in grader.command:
         if grader.files is not None and _is_in_tests(word):

@@ -1,4 +1,4 @@
-"""Grading with a repository's tests: those that failed before must pass, and those that passed before must still pass.
+"""Grading with a repository's tests: those that fail without the work must pass with it, and those that already pass must still pass.
 
     fresh checkout → its tests at the base commit → the test patch → the work, without test files → install → run the tests
 
@@ -182,7 +182,7 @@ class _TestFiles:
 
 
 def _shadowing_parts(parts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the parts of a path that have the name of a pytest or Python module, each with the path up to and including it."""
+    """Return the parts of a path that have the name of a pytest or Python module, each with the path up to and including that part."""
     return [
         (part, "/".join(parts[: n + 1]))
         for n, part in enumerate(parts)
@@ -215,9 +215,10 @@ def _steers_runner(parts: Sequence[str]) -> bool:
 async def _upload_work_around_tests(
     sandbox: Sandbox, work: Work, test_files: _TestFiles, checksums: Mapping[str, str], base: set[str]
 ) -> tuple[str, ...]:
-    """Copy the work into the sandbox without changing the tests. Return notes on the files that were set aside.
+    """Copy the work into the sandbox without changing the tests.
 
-    `checksums` contains the checksums of the test files as the agent found them.
+    `checksums` contains the checksums of the test files and the settings files, as the agent found them. Return notes on the agent's
+    changes to test files, and on files that could not be copied.
     """
     work_files = await asyncio.to_thread(_list_work_files, work.folder)
     test_files.packages = frozenset(
@@ -400,7 +401,7 @@ async def _run_tests(
 ) -> tuple[RunEvidence, int]:
     """Run the tests. Return the evidence from the log and the witness, and the exit code.
 
-    `own` lists the test files, and `base` all of the task's files.
+    `own` lists the test files, and `base` lists all of the task's files.
     """
     run = await run_observed(sandbox, grader.test_cmd, before=grader.before, test_files=own, timeout_s=grader.timeout_s)
     log.add(f"tests: {'timed out' if run.timed_out else f'exit code {run.exit_code}'}", run.output)
@@ -500,7 +501,7 @@ def _outcome_without_witness(case: str, report: WitnessReport) -> CaseOutcome:
 
 
 def _case_outcome(case: str, evidence: RunEvidence) -> CaseOutcome:
-    """Return the outcome of a case. If the log does not mention a case, and the witness saw it skipped, it counts as skipped."""
+    """Return the outcome of a case. A case that the log does not mention counts as skipped if the witness saw it skipped."""
     if case not in evidence.cases and evidence.report.outcomes.get(case) == "skipped":
         return "skipped"
     return evidence.cases.get(case, "missing")

@@ -1,18 +1,20 @@
 """Write a signed record of what each test of a pytest run does. Runs inside the sandbox.
 
-`swe.py` copies this file into a separate folder, with a key and a `sitecustomize.py` that imports it, and puts that folder first on
-PYTHONPATH. The witness therefore starts with the interpreter, before any of the agent's code is imported. It reads and deletes the key,
-captures the current state of the parts of pytest and Python that it needs, and registers as one of the first plugins of pytest. A test
-passed if the witness saw no exception, pytest's own report agrees, and the test's own function ran. Changes to pytest during the run are
-reported. A process that ends early leaves no end record.
+`observed_run.py` copies this file into a separate folder, adds a key and a `sitecustomize.py` that imports the file, and puts that folder
+first on PYTHONPATH. The witness therefore starts with the interpreter, before any of the agent's code is imported. The witness reads and
+deletes the key, captures the current state of the pytest and Python code that it needs, and registers as one of the first plugins of
+pytest. A test counts as passed if the witness saw no exception, pytest's own report agrees, and the test's own function ran. Changes to
+pytest during the run are reported. A process that ends early leaves no end record.
 
-Modules that the witness has imported, such as pytest's own dependencies, are not imported again. The witness therefore also records their
-names, and where in the working folder tests would otherwise have found modules of these names.
+Python imports each module only once. A test therefore cannot import a module from the working folder if pytest has already imported
+another module with the same name. To reveal such conflicts, the witness records the names of the modules that pytest imported, and the
+folders in the working folder that tests search first.
 
 Code in the same process can in principle tamper with the witness too: the witness makes cheating hard, not impossible (docs/grading.md).
-All of its code that runs after the start uses only names that were captured in closures, not module globals that other code could replace.
+While tests run, the witness uses only builtins and names that it captured at the start, not module globals that other code could replace.
 
-It needs only the standard library and pytest, and supports Python 3.6 and newer. It never fails a run. Without a key, it does nothing.
+The witness needs only the standard library and pytest, and supports Python 3.6 and newer. It never fails a run. Without a key, it does
+nothing.
 """
 
 # These rules do not fit old Python versions, or an interpreter that is still starting:
@@ -81,7 +83,7 @@ MAX_VISITED = 500  # objects reachable from one test
 def _make_signed_writer(key, path):
     """Return a function that signs a record and appends it to the report.
 
-    It uses only names captured here, not globals that a test could replace.
+    The returned function uses only names captured here, not globals that a test could replace.
     """
     signed, dumps = hmac.new(key, b"", hashlib.sha256), json.dumps
     open_, write, close, getpid = os.open, os.write, os.close, os.getpid
@@ -172,7 +174,7 @@ def _ownership_check(folder, tests):
     tests, folder, texts = frozenset(real(join(folder, one)) for one in tests), real(folder) + os.sep, {}
 
     def defines(file, name):
-        """Return whether `file` defines a function called `name`. For a generated test, no file does."""
+        """Return whether `file` defines a function called `name`. No file defines the function of a generated test."""
         if file not in texts:
             with open_(file, "rb") as source:
                 texts[file] = source.read().decode("utf-8", "replace")
@@ -226,7 +228,10 @@ def _tampering_checks(record, plugin, place):
             record(odd=what)
 
     def check_pytest(config):
-        """Report each guarded name that has changed, and each hook that is defined in the working folder but not in a conftest.py."""
+        """Report guarded names that have changed, and suspicious hooks.
+
+        A hook is suspicious if it has no source file, or if its file is in the working folder but is not a conftest.py.
+        """
         for name, owner, attribute, value, code in known:
             if variables(owner).get(attribute) is not value or code_of(value) is not code:
                 report(name)
@@ -369,7 +374,7 @@ _pending = []
 
 
 def pytest_configure(config):
-    """Register the witness. pytest calls this function, because this module is one of its default plugins. A nested run has no witness."""
+    """Register the witness. pytest calls this function because this module is a default plugin. A nested pytest run has no witness."""
     if _pending:
         _pending.pop()(config)
 
@@ -393,9 +398,10 @@ def _read_test_list():
 
 
 def _list_imported_modules(work, before):
-    """Return the names of the modules that were imported from outside the folders `work`. Tests cannot import others of these names.
+    """Return the names of the modules that were imported from outside the folders `work`.
 
-    The modules `before` are left out: Python imported them before the witness, so tests would get them without the witness, too.
+    Tests cannot import other modules with these names. Modules in `before` are left out: Python imported them before the witness started,
+    so tests would get them even without the witness.
     """
     names = set()
     for name in set(sys.modules).difference(before):
@@ -409,7 +415,7 @@ def _list_imported_modules(work, before):
 
 
 def _find_first_places(path, folder):
-    """Return the places in `folder` from which tests import before Python's own library and installed packages, relative to `folder`."""
+    """Return the entries of the search path `path` that are in `folder` and precede Python's own library, relative to `folder`."""
     folder, library = os.path.realpath(folder), os.path.dirname(os.path.realpath(os.__file__))
     places = [os.path.realpath(place) for place in path]
     places = places[: places.index(library)] if library in places else places

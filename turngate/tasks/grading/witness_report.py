@@ -36,7 +36,7 @@ class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[str, ...] = ()  # folders in the working folder from which tests import other modules first
 
     def find_hidden(self, files: Collection[str]) -> tuple[str, ...]:
-        """Return the modules among `files` that tests cannot import, because pytest itself imported other modules of the same names.
+        """Return the modules among `files` that tests cannot import, because pytest itself imported other modules with the same names.
 
         `files` are paths in the working folder.
         """

@@ -48,7 +48,7 @@ async def collect_work(
 
 
 def needs_git(task: Task) -> bool:
-    """Return whether the work of a task includes the agent's `.git`."""
+    """Return whether a grader of the task needs the agent's `.git`."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     return any(isinstance(grader, Script) and grader.git for grader in graders)
 

@@ -254,7 +254,7 @@ def _memory(folder: Path, environment: _Environment) -> int | None:
 
 
 def _resolve_env(folder: Path, field: str, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Replace `${NAME}` and `${NAME:-default}` with values from the host's environment, as Harbor does."""
+    """Resolve values of the form `${NAME}` or `${NAME:-default}` from the host's environment, as Harbor does."""
     return {name: _resolve_value(folder, f"{field}.{name}", value) for name, value in env.items()}
 
 

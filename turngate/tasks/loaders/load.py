@@ -2,7 +2,7 @@
 
 a folder with an instruction.md          one task, in Harbor's format (`harbor.py`)
 a folder of such folders                 all of them, sorted by name
-a .jsonl, .json or .parquet file         rows in our own format (`rows.py`) or of a SWE data set (`swe.py`), recognized by their fields
+a .jsonl, .json or .parquet file         rows in our own format (`rows.py`) or from a SWE data set (`swe.py`), recognized by their fields
 a folder with .jsonl or .parquet files   the rows of all files
 hf://org/name[@split]                    a data set on the Hugging Face hub, or in its local cache
 module:function, file.py:function        the tasks or rows that the function returns
@@ -68,7 +68,7 @@ def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
 
 
 def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[LoadedTask]:
-    """Yield the tasks of a source. Invalid tasks are included, as errors.
+    """Yield the tasks of a source. For an invalid task, yield the error instead.
 
     `only` lists glob patterns for ids, such as `django__*`. `limit` is the maximum number of tasks. Raise `TaskError` if the source
     cannot be read, or if no task matches.
@@ -191,7 +191,7 @@ def _row_candidate(row: object, where: str, beside: Path | None) -> Candidate:
 
 
 def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
-    """Build a task from a row in our own format or of a SWE data set. `where` names the file and row in messages."""
+    """Build a task from a row, which is in our own format or from a SWE data set. `where` names the file and row in messages."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
     if not isinstance(row, Mapping):

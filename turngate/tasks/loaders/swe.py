@@ -192,7 +192,10 @@ class SweRow:
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """Return the object in a field as a row whose field names start with `field` and a dot. The object may be encoded as JSON."""
+        """Return the object in a field, or None if the field is empty. The object may be encoded as a JSON string.
+
+        In the returned row, the names of the object's fields start with `field` and a dot.
+        """
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:
@@ -348,8 +351,8 @@ def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConf
 def _config_from_script(row: SweRow, repo: str) -> EvalConfig:
     """Read the configuration of a SWE-bench row from its `eval_script`, a field that swebench 5 added.
 
-    The lines between the script's markers run the tests, and the lines before its first patch prepare them. The grader itself resets and
-    patches the tests.
+    The lines between the script's markers run the tests. The lines before its first `git checkout` or `git apply` set up the environment.
+    The grader itself resets and patches the tests.
     """
     if row.text("eval_type", "pass_and_fail") != "pass_and_fail":
         raise row.error(

@@ -1,8 +1,8 @@
 """Make repair tasks: choose bugs that the tests of a package catch, and write a task for each.
 
-A bug is kept if at least one test fails, at least half of the tests still pass, and the tests finish in time. If several bugs in a function
-make the same tests fail, only the first of them is kept, and a function never has more than `per_function` bugs. Which bugs are tried, and
-in which order, depends only on the package and the seed.
+A bug is kept if at least one test fails, at least half of the tests still pass, and the tests finish in time. If several bugs in a
+function make the same tests fail, only the first of them is kept. At most `per_function` bugs are kept per function. The order in which
+bugs are tried depends only on the package and the seed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PackageRepairs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_bugs(package: Package, seed: int) -> list[Bug]:
-    """List all possible bugs of a package in the order in which to try them, alternating between kinds and modules."""
+    """List the possible bugs of a package in the order in which to try them, alternating between kinds and modules."""
     bugs: dict[tuple[str, str], list[Bug]] = {}
     for path in package.modules:
         source = package.files[path]

@@ -1,6 +1,7 @@
 """Run the tests of a package in a sandbox: twice without a bug, to find flaky tests, and once with each bug.
 
-Graders later run the same command, also with the witness, and parse the log in the same way. Otherwise, a bug could be caught only here.
+Graders later run the same command, with the same witness (`grading/witness.py`), and parse the log in the same way. Otherwise, a grader
+could miss a bug that is caught here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The `atif` format: Harbor's trajectory format (version 1.8), with the text, ids and log-probabilities of every branch.
 
-Each rollout is one trajectory. The main branch is the trajectory itself; all others (sub-agents, side calls, history before a compaction,
-abandoned branches) are embedded in it. A step that an earlier branch already contains is marked as copied, so that it is not trained twice.
+Each rollout is one trajectory. The main branch is the trajectory itself, and the other branches (sub-agents, side calls, history before a
+compaction, abandoned branches) are embedded in it. A step that an earlier branch already contains is marked as copied, so that it is not
+trained twice.
 
 The prompt of a step consists of the `new_prompt_token_ids` and `completion_token_ids` of all earlier steps, followed by its own
 `new_prompt_token_ids`. `--prompt-ids` also writes the full prompt of every step, which makes the file size grow with the square of the

@@ -23,7 +23,7 @@ _NAMES = (ROUTED_EXPERTS, SAMPLING_MASK)  # side data that Turngate records; eng
 
 
 class ExportedColumn(msgspec.Struct, frozen=True):
-    """Side data of one kind for a row. Each token inside a span has a value; other tokens have none."""
+    """The side data of a row under one name. Each token inside a span has a value; other tokens have none."""
 
     dtype: str
     shape: tuple[int, ...]  # of one token's value; (-1,): lists of different lengths
@@ -44,7 +44,7 @@ def count_missing(side: Mapping[str, SideColumn], names: Sequence[str], exclusio
 
 
 def check_recorded(names: Sequence[str], table: SideDataTable) -> None:
-    """Raise `ConfigError` for a name that is not in `_NAMES` and has no side data in the store."""
+    """Raise `ConfigError` if a name is unknown: Turngate does not record side data under this name, and the store contains none."""
     if set(names) <= set(_NAMES):
         return
     known = sorted({*_NAMES, *table.list_names()})

@@ -1,6 +1,6 @@
 """Read the rollouts in a data folder or a shared store group by group, oldest group first.
 
-This works even while a gateway uses the store. Traces are read one group at a time. Only the key and the group of each session, and
+Reading works even while a gateway uses the store. Traces are read one group at a time. Only the key and the group of each session, and
 whether it matches the filter, stay in memory.
 """
 
@@ -71,7 +71,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name_filters(self) -> dict[str, tuple[str, str]]:
-        """The filters by name. Each key is a filter as written on the command line, and its value is the flag and the pattern."""
+        """The filters on names. Each key is a filter as written on the command line. The value is the flag's name and the pattern."""
         names = (("group", self.groups), ("task", self.tasks), ("session", self.sessions))
         return {f"--{flag} {pattern}": (flag, pattern) for flag, patterns in names for pattern in patterns}
 
@@ -191,7 +191,7 @@ class RecordedRollout:
 
     @property
     def has_valid_outcome(self) -> bool:
-        """Whether the outcome reflects the agent's work, not an invalid task or an infrastructure fault."""
+        """Whether the outcome is neither an invalid task nor an infrastructure fault. Also true without an outcome."""
         return self.kind not in NO_REWARD
 
     def metadata(self, name: str) -> str:
@@ -199,7 +199,7 @@ class RecordedRollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit or a timeout ended the rollout, or a turn was cut short."""
+        """Whether a limit or a timeout ended the rollout, or a turn ended at its token limit."""
         status = self.outcome.data.get("status") if self.outcome and isinstance(self.outcome.data, dict) else None
         return self.session.truncated or status in ("limit", "timed out")
 

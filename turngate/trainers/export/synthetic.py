@@ -14,7 +14,7 @@ _ENOUGH = 16  # tokens to compare; this many do not match by chance
 
 
 def is_synthetic(rollout: RecordedRollout) -> bool:
-    """Return whether the first trained turn with tokens of a rollout has synthetic log-probabilities."""
+    """Return whether a rollout has synthetic log-probabilities. Only its first trained turn that has tokens is checked."""
     for row in rollout.rows:
         for span in row.spans:
             if span.trained and span.end > span.start:

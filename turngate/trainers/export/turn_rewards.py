@@ -1,4 +1,4 @@
-"""Turn rewards and turn advantages in exported records. Both are null if a rollout was given no turn rewards."""
+"""Turn rewards and turn advantages in exported records. Both are null if the rollout has no turn rewards."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def count_missing_rewards(
 
 
 def credit_group(group: RecordedGroup, choices: ExportChoices) -> dict[str, TurnAdvantages]:
-    """Compute the turn advantages of all rollouts in a group, by session, if they are requested."""
+    """Compute the turn advantages of all rollouts in a group, by session id. Return an empty dictionary if they are not requested."""
     if not choices.credit:
         return {}
     rollouts = [*group.selected, *group.others]

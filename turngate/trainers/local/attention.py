@@ -19,7 +19,7 @@ _CUDNN_TILE = 128
 
 
 def attend_densely(until: Tensor) -> Attend:
-    """Return a function that computes attention over packed rows. It uses a mask of n² bytes for n tokens."""
+    """Return a function that computes attention over packed rows. The mask takes n² bytes for n tokens."""
     size = len(until)
     extra = int(size % _CUDNN_TILE == _CUDNN_TILE // 2)
     mask = make_dense_mask(F.pad(until, (0, extra), value=size + extra))  # no other token attends to the extra one
@@ -36,7 +36,7 @@ def attend_densely(until: Tensor) -> Attend:
 def attend_flexibly(until: Tensor) -> Attend:
     """Return a function that computes attention over packed rows.
 
-    It uses FlexAttention, which skips blocks of tokens that may not attend to each other.
+    The function uses FlexAttention, which skips blocks of tokens that may not attend to each other.
     """
     mask = make_block_mask(until)
     # Without compiling, FlexAttention computes all pairs of tokens.

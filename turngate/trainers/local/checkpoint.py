@@ -120,7 +120,7 @@ def write_checkpoint(
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder. Other names, such as `step-00012.bak`, belong to the user."""
+    """List the checkpoints in a folder. Folders with other names, such as `step-00012.bak`, belong to the user and are ignored."""
     return [path for path in folder.glob("step-*") if re.fullmatch("step-[0-9]+", path.name)]
 
 
@@ -129,7 +129,6 @@ def _read_step(checkpoint: Path) -> int:
 
 
 def _fsync(path: Path) -> None:
-    """Sync a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

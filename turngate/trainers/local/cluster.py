@@ -106,7 +106,7 @@ def find_own_address() -> str:
 def name_run(folder: Path) -> str:
     """Return the name that a run uses for its groups and its feed in the shared store.
 
-    The name contains a random part, because other runs may use the same store. It is kept in the run's folder.
+    The name contains a random part, because other runs may use the same store. The name is stored in the run's folder.
     """
     file = folder / NAME_FILE
     if not file.exists():

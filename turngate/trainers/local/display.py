@@ -157,7 +157,7 @@ def _describe_score(result: BatchResult) -> str:
 
 
 def print_result(result: TrainingResult, console: Console) -> None:
-    """Print the reward curve, the comparisons, and how the time was spent."""
+    """Print the reward curve, the rewards before and after training, warnings, and the share of time that each activity took."""
     console.print()
     head, *bars = report.draw_curve(result.rewards)
     say(console, head, "bold")
@@ -198,7 +198,7 @@ def print_result(result: TrainingResult, console: Console) -> None:
 async def print_improvements(
     environment: TrainingEnvironment, result: TrainingResult, console: Console, count: int = 2
 ) -> None:
-    """Print the transcripts of the held-out tasks that improved most: before training and after it, side by side."""
+    """Print the transcripts of the held-out tasks that improved most, from before and after training, side by side."""
     if result.before is None or result.after is None:
         return
     after = {rollout.task: rollout for rollout in result.after.finished}

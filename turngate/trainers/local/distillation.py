@@ -1,9 +1,12 @@
 """On-policy distillation: per-token advantages from a teacher's scores (`turngate.trainers.teacher`).
 
 For a sampled token, the recorded log-probability minus the teacher's is an unbiased estimate of the reverse KL divergence of the policy
-from the teacher in this context. The negative of this estimate, relative to the mean of the update, is multiplied by the weight
-`teacher_kl` and added to the advantage of the token. With a small weight and a reference model as the teacher, this is the usual KL
-penalty; with a weight of 1 and no reward, it is distillation.
+from the teacher in the context of the token. This amount is added to the token's advantage:
+
+    teacher_kl · (mean estimate of the update − estimate of this token)
+
+With a small `teacher_kl` and a reference model as the teacher, this is the usual KL penalty. With a `teacher_kl` of 1 and a
+`reward_weight` of 0, it is distillation.
 """
 
 from __future__ import annotations
@@ -41,21 +44,21 @@ def split_scored(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def compute_teacher_advantages(rows: Sequence[Row], mean_kl: float) -> np.ndarray:
-    """Return `mean_kl` minus the reverse KL divergence of each trained token, concatenated over all rows with scores.
+    """Return `mean_kl` minus the reverse KL divergence of each trained token of all rows. All rows must have usable scores.
 
-    `mean_kl` is the mean divergence over all rows of the update. As a baseline, it lowers the variance of the gradient, and hardly
+    `mean_kl` is the mean divergence over the whole update. As a baseline, it lowers the variance of the gradient, and hardly
     changes the expected gradient, because a single token contributes little to the mean.
     """
     return np.float32(mean_kl) - np.concatenate([compute_reverse_kl(row) for row in rows])
 
 
 def compute_mean_kl(rows: Sequence[Row]) -> float:
-    """Return the mean reverse KL divergence of all trained tokens of rows with scores."""
+    """Return the mean reverse KL divergence of all trained tokens. All rows must have usable scores."""
     return float(np.concatenate([compute_reverse_kl(row) for row in rows]).mean())
 
 
 def compute_reverse_kl(row: Row) -> np.ndarray:
-    """Return the recorded minus the teacher's log-probability for each trained token of a row with scores."""
+    """Return the recorded log-probability minus the teacher's for each trained token of a row. The row must have usable scores."""
     scores = read_scores(row)
     assert not isinstance(scores, str), "the row has scores"
     difference: np.ndarray = row.logprobs[row.mask] - scores

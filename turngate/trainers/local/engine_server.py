@@ -65,7 +65,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
     """An HTTP server for one engine. Every request must carry the key as a bearer token."""
 
     def __init__(self, engine: LocalEngine, key: str, *, host: str, port: int = 0) -> None:
-        """Create a server. `host` is the address at which the cells can reach this machine."""
+        """Create a server. It listens on `host`, which must be an address at which the cells can reach this machine."""
         self._engine = engine
         self._authorization = f"Bearer {key}".encode()
         self._host, self._port = host, port
@@ -164,7 +164,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
 
 
 def build_request(body: _GenerateBody) -> Generate:
-    """Convert a request body in SGLang's format to a `Generate` request. Raise `EngineRejected` if it asks for an adapter."""
+    """Convert a request body in SGLang's format to a `Generate` request. Raise `EngineRejected` if it names an adapter."""
     params = body.sampling_params
     if body.lora_path:
         raise EngineRejected(

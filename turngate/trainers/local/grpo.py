@@ -61,7 +61,7 @@ _MAX_DRIFT = 20.0
 
 
 class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """GRPO hyperparameters."""
+    """Hyperparameters and precision settings of GRPO training."""
 
     groups: int = 2  # deliveries per update
     learning_rate: float = 3e-5
@@ -105,7 +105,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogprobMismatch(TurngateError):
-    """Recomputed and recorded log-probabilities differ for many rows, so the setup is wrong."""
+    """Recomputed and recorded log-probabilities differ for most of the compared rows, so the setup is wrong."""
 
     kind = "logprobs_differ"
     lags: tuple[LagMismatch, ...] = ()  # statistics of the differences, by version lag
@@ -211,7 +211,7 @@ class Learner:
         return measured
 
     def _select_sampled(self, rows: Sequence[Row], totals: _UpdateTotals) -> list[Row]:
-        """Return the rows whose log-probabilities the model can compute. Any other row would make the gradients of all rows non-finite."""
+        """Return the rows whose log-probabilities the model can compute. Record why the other rows are rejected."""
         obstacles = [find_obstacle(row, self.settings.temperature, self.model.shape.vocabulary) for row in rows]
         totals.refused += [f"branch {row.branch}: {why}" for row, why in zip(rows, obstacles, strict=True) if why]
         return [row for row, why in zip(rows, obstacles, strict=True) if not why]

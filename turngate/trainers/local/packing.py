@@ -47,7 +47,7 @@ def pack_tree(rows: Sequence[Row]) -> PackedRows:
 
 
 def _find_layout(rows: Sequence[Row]) -> PrefixLayout:
-    """Return the layout of the delivered trees, or find the shared prefixes of rows that were not delivered as trees."""
+    """Return the layout of the delivered trees. If any row was not delivered in a tree, find the shared prefixes of all rows instead."""
     paths = [row.path for row in rows if row.path is not None]
     if len(paths) == len(rows):
         return lay_out_paths(paths)

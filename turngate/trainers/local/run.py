@@ -78,7 +78,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a training run."""
+    """The steps of a training run, its two evaluations, and its duration in seconds."""
 
     steps: tuple[Step, ...]
     shares: tuple[StepTime, ...]  # only of steps taken by this process

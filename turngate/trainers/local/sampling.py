@@ -17,7 +17,7 @@ from turngate.types import SAMPLING_MASK, RaggedArray
 
 
 def adjust_scores(scores: Tensor, rows: Sequence[Row], temperature: float | None) -> Tensor:
-    """Divide the scores of all trained tokens by the temperature, and mask the ids that sampling cut off.
+    """Divide the scores (logits) of all trained tokens by the temperature, and mask the ids that sampling cut off.
 
     The result describes the distributions from which the tokens were sampled. `scores` has one row per trained token. If `temperature` is
     None, each token has the temperature that was recorded for its turn.

@@ -279,7 +279,7 @@ async def _open_feed(
 
 
 async def _is_without_masks(gateway: GatewayClient, name: str, config: FeedConfig) -> bool:
-    """Return whether the feed already exists, and differs from `config` only in that it delivers no side data."""
+    """Return whether the feed already exists and differs from `config` only in that it delivers no side data."""
     if config.side is msgspec.UNSET:
         return False
     try:

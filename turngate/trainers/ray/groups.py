@@ -27,7 +27,7 @@ _MAX_CALLS = 10_000  # concurrent calls to the actor; Ray's default is 1,000
 
 
 class FeedActor:
-    """Reads one feed. Its methods are called by `GroupIterator`."""
+    """The Ray actor that reads one feed. `GroupIterator` calls its methods."""
 
     def __init__(
         self, url: str, admin_key: str, name: str, config: FeedConfig, after: int | None = None, mark: str = ""

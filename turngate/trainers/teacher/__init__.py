@@ -1,7 +1,7 @@
 """Teacher scores: another model scores the ids of recorded rows, for on-policy distillation and KL terms.
 
 config       the teacher's settings
-vocabulary   check that the teacher's ids mean the same tokens
+vocabulary   check that the teacher's ids mean the same tokens as the recorded ids
 scoring      score the turns of rows with several calls at a time, and cache the scores
 feed         score the deliveries of a feed
 """

@@ -97,7 +97,10 @@ def open_engine(config: TeacherConfig) -> ScoringEngine:
 
 
 def find_version(config: TeacherConfig) -> str:
-    """Return the version of the teacher's weights. If it is not set for a local teacher, derive it from the model's files."""
+    """Return the version of the teacher's weights.
+
+    For a local teacher without a configured version, derive one from the names, sizes and modification times of its files.
+    """
     if config.version or config.engine != "local":
         return config.version
     known = blake2b(digest_size=8)

@@ -57,7 +57,7 @@ class FeedTeacher:
         return self._teacher.summary
 
     async def score(self, delivery: Delivery) -> Delivery:
-        """Return the delivery with the teacher's scores. Raise `TeacherUnavailable` if the teacher fails; the call can be repeated.
+        """Return the delivery with the teacher's scores. If the teacher fails, raise `TeacherUnavailable`. The call can then be repeated.
 
         If a call is cancelled, its scoring continues, and the next call with the same delivery waits for it.
         """

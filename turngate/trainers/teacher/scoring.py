@@ -1,4 +1,4 @@
-"""Score the turns of rows with a teacher: several calls at a time, each with the ids of one row, and each turn only once.
+"""Score the turns of rows with a teacher. Several calls run at a time, each with the ids of one row. Each turn is scored only once.
 
 plan the calls of a rollout: one for each row with turns that are neither cached nor in another call
 → compare vocabularies → score, with retries → check the scores → cache them

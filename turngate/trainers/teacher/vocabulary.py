@@ -1,8 +1,8 @@
 """Check that a teacher's ids mean the same tokens as the recorded ids.
 
-A teacher with a different vocabulary accepts most ids, but scores a different text. So the two tokenizers' vocabularies are compared as a
-whole. If the teacher's tokenizer is unknown, its server instead decodes each new id, and the text is compared with the one that the
-policy's tokenizer returns.
+A teacher with a different vocabulary accepts most ids, but scores a different text. Therefore, the whole vocabularies of the two tokenizers
+are compared. If the teacher's tokenizer is unknown, its server instead decodes the ids that have not been compared before, and the text is
+compared with the one that the policy's tokenizer returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A variant of TRL's trainer that stores the feed position in its checkpoints, so that a resumed run trains every row exactly once.
+"""A variant of TRL's trainer that stores the feed position in its checkpoints, so that a resumed run trains no row twice.
 
     worker = TurngateWorker(config, checkpoint=last)
     trainer = CheckpointedTrainer(model, …, rollout_worker=worker)

@@ -7,8 +7,8 @@ The weights are sent by TRL (over NCCL to vLLM) or by the trainer's own `weight_
 
 A trainer may die during the transfer. Until the first weight is sent, the engine has the old weights. The pause therefore has a time limit,
 after which calls continue at the old version. Once sending has started, there is no limit, because the engine then has a mix of two
-versions, and rows sampled with it could not be told apart from good ones. Calls wait, even after the gateway restarts, until a trainer has
-sent all weights (TRL does so when it starts), or until an operator restarts the engine and resumes the fence.
+versions, and rows sampled from that mix could not be told apart from good ones. Calls wait, even after the gateway restarts, until a
+trainer has sent all weights (TRL does so when it starts), or until an operator restarts the engine and resumes the fence.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class FencedTransfer:
                     self._thread.stop()
 
     def _release_fence(self) -> None:
-        """Open the fence if it is still closed, unless only some of the weights were sent."""
+        """Open the fence if it is still closed, unless the engine may have a mix of old and new weights."""
         if self._version is None:
             return
         if self._sending:

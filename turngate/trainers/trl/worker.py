@@ -166,7 +166,7 @@ class TurngateWorker:
         self._work = self._thread.spawn(self._run_tasks())
 
     def stop(self) -> None:
-        """Stop running agents, remove their sandboxes, and close their sessions. Safe to repeat."""
+        """Stop all agents, remove their sandboxes, and close their sessions. Safe to repeat."""
         if not self._thread.is_running:
             return
         self._stopped = self._stopped or self._work is not None

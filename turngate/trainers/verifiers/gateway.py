@@ -102,7 +102,10 @@ class Trajectory(msgspec.Struct, frozen=True):
 
 
 class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
-    """Client for a gateway's `/v1/rollouts/{id}/…`. A failed request raises `InterceptionError`, because it is not the agent's fault."""
+    """Client for a gateway's `/v1/rollouts/{id}/…`.
+
+    A failed request raises `InterceptionError`, because the failure is not the agent's fault.
+    """
 
     def __init__(self, url: str, admin_key: str) -> None:
         self.url = url.rstrip("/")
