@@ -38,6 +38,7 @@ from turngate.errors import (
     EngineRejected,
     EngineTimeout,
     EngineUnavailable,
+    NotFound,
     TurngateError,
 )
 from turngate.types import CallDelta, Constraint, Delta, Message, Sampling, ToolCall, Usage
@@ -127,7 +128,9 @@ async def test_native_request_is_forwarded_verbatim() -> None:
 
 
 async def test_pinned_unsupported_sampling_is_rejected() -> None:
-    with pytest.raises(EngineRejected, match=r"pins sampling settings that anthropic does not support \(min_p, seed\)"):
+    with pytest.raises(
+        EngineRejected, match=r"pins sampling settings that the anthropic endpoint does not support \(min_p, seed\)"
+    ):
         await relay_answer(make_relay, OK, native_call("messages", BODY), sampling=Sampling(min_p=0.1, seed=3))
 
 
@@ -478,6 +481,12 @@ async def test_broken_stream_raises() -> None:
         await relay_answer(make_relay, answer_stream(named_event(start()), 0.02, cut=True), foreign_call(HI))
     with pytest.raises(EngineError, match="cannot be decoded"):
         await relay_answer(make_relay, answer_stream(b"data: {}\n\n"), foreign_call(HI))
+    block = b'{"type": "tool_use", "name": "bash", "input": {"command": "\xff"}}'
+    opened = b'data: {"type": "content_block_start", "content_block": ' + block + b"}\n\n"
+    with pytest.raises(EngineError, match="cannot be decoded"):
+        await relay_answer(
+            make_relay, answer_stream(opened, named_event({"type": "content_block_stop"})), foreign_call(HI)
+        )
     with pytest.raises(BadRequest, match="JSON object"):
         await relay_answer(make_relay, OK, native_call("messages", b"[]"))
 
@@ -509,6 +518,22 @@ async def test_count_uses_endpoint() -> None:
             started(make_relay(server.url)) as relay,
         ):
             await relay.count(RelayRequest(call=call))
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "quoted"),
+    [
+        (404, {"detail": "Not Found"}, "Not Found"),
+        (404, error("not_found_error", "model: m"), "model: m"),
+        (405, "No", "No"),
+    ],
+)
+async def test_missing_count_suggests_estimating(status: int, body: Json, quoted: str) -> None:
+    async with serving(StandIn(answer_with(body, status))) as server, started(make_relay(server.url)) as relay:
+        with pytest.raises(
+            NotFound, match=rf"did not count the tokens \(anthropic: .*{quoted}.*\); estimate them instead"
+        ):
+            await relay.count(RelayRequest(call=foreign_call(HI), model="m"))
 
 
 async def test_health() -> None:

@@ -228,7 +228,7 @@ async def test_unanswered_call_times_out() -> None:
     assert caught.value.retry_safe and is_empty(gate)
     agent = asyncio.create_task(run_call(gate, make_request()))
     call = await take_one(gate)
-    with pytest.raises(EngineTimeout, match="took this call but sent nothing for"):
+    with pytest.raises(EngineTimeout, match="took this call, but no tokens arrived for"):
         await agent
     with pytest.raises(Gone, match=f"it timed out after {silence_s:g} s without progress"):
         await call.answer([STOP], [-1])

@@ -33,6 +33,7 @@ from turngate.errors import (
     EngineRejected,
     EngineTimeout,
     EngineUnavailable,
+    NotFound,
     TurngateError,
 )
 from turngate.types import CallDelta, Constraint, Delta, Message, Sampling, ToolCall, Usage
@@ -109,7 +110,7 @@ async def test_logprobs_are_requested_when_captured() -> None:
 
 async def test_pinned_unsupported_sampling_is_rejected() -> None:
     with pytest.raises(
-        EngineRejected, match=r"pins sampling settings that gemini does not support \(repetition_penalty\)"
+        EngineRejected, match=r"pins sampling settings that the gemini endpoint does not support \(repetition_penalty\)"
     ):
         await relay_answer(make_relay, OK, foreign_call(HI), sampling=Sampling(repetition_penalty=1.1))
 
@@ -404,6 +405,13 @@ async def test_broken_stream_raises() -> None:
         await relay_answer(make_relay, stream(chunk({"text": "x"})), foreign_call(HI))
     with pytest.raises(EngineError, match="cannot be decoded"):
         await relay_answer(make_relay, answer_stream(b"data: []\n\n"), foreign_call(HI))
+    call = b'{"functionCall": {"name": "bash", "args": {"command": "\xff"}}}'
+    with pytest.raises(EngineError, match="cannot be decoded"):
+        await relay_answer(
+            make_relay,
+            answer_stream(b'data: {"candidates": [{"content": {"parts": [' + call + b"]}}]}\n\n"),
+            foreign_call(HI),
+        )
     with pytest.raises(BadRequest, match="JSON object"):
         await relay_answer(make_relay, OK, native_call("gemini", b"[]"))
 
@@ -432,6 +440,15 @@ async def test_count_uses_endpoint() -> None:
         assert (
             set(inner_body) == {"model", "systemInstruction", "contents", "tools"} and inner_body["model"] == "models/g"
         )
+
+
+async def test_missing_count_suggests_estimating() -> None:
+    message = "models/g is not found for API version v1beta, or is not supported for countTokens."
+    for status in (404, 405):
+        missing = answer_with({"error": {"code": status, "message": message, "status": "NOT_FOUND"}}, status)
+        async with serving(StandIn(missing)) as server, started(make_relay(server.url)) as relay:
+            with pytest.raises(NotFound, match=r"\(gemini: models/g is not found .*\); estimate them instead"):
+                await relay.count(RelayRequest(call=foreign_call(HI), model="g"))
 
 
 async def test_health() -> None:

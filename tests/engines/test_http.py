@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.engines.standins import DONE, StandIn, answer_stream, answer_with, event, serving
@@ -27,6 +28,12 @@ from turngate.errors import (
 )
 
 pytestmark = pytest.mark.asyncio
+
+DEEP = b"[" * 5000 + b"]" * 5000
+
+
+class _Raw(msgspec.Struct):
+    error: msgspec.Raw
 
 
 @asynccontextmanager
@@ -315,7 +322,21 @@ async def test_extract_message_formats() -> None:
     assert extract_message(b"<html>") == "<html>"
     assert extract_message(b"\xff") == "\ufffd"
     assert extract_message(b"") == ""
+    assert extract_message(DEEP) == DEEP.decode()
     assert str(error_from_status("engine", 500, "")) == "engine returned status 500"
+
+
+async def test_deeply_nested_replies_are_engine_errors() -> None:
+    client = EngineClient("engine", "http://127.0.0.1:1")
+    for decode in (msgspec.json.decode, msgspec.json.Decoder(_Raw).decode):
+        with pytest.raises(EngineError, match="engine sent a response that cannot be decoded: a value is nested too"):
+            client.decode(decode, b'{"error": ' + DEEP + b"}")
+    assert "[[[" in client.failure(500, DEEP).message
+
+
+async def test_error_event_that_is_not_utf8_keeps_its_text() -> None:
+    error = msgspec.json.decode(b'{"error": {"message": "boom \xff"}}', type=_Raw).error
+    assert "boom \ufffd" in EngineClient("engine", "http://127.0.0.1:1").failure_in_stream(error, 500).message
 
 
 async def test_align_logprobs_never_pads_or_truncates() -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from tests.speed import scaled
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk
 from turngate.engines.local import LocalEngine, save
+from turngate.engines.local import weights as local_weights
 from turngate.engines.local.cache import PromptPiece
 from turngate.engines.weights import PolicyWeights, UpdatableReplica
 from turngate.errors import ConfigError, ContextOverflow, EngineError, EngineRejected, EngineUnavailable
@@ -473,6 +475,62 @@ async def test_weights_load_from_folder(tmp_path: Any) -> None:
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(end, EngineUnavailable) for end in ended)
         assert len((await generate(engine, make_request([7, 8], 5))).ids) == 5
+
+
+async def test_partly_loaded_weights_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(model(seed=1), tmp_path / "new")
+
+    def fail_halfway(made: Any, folder: Any) -> None:
+        next(made.parameters()).data.zero_()
+        raise RuntimeError("CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA")
+
+    async with start_engine() as engine:
+        call = asyncio.create_task(generate(engine, make_request([7, 8], 500)))
+        await kit.until(lambda: len(engine._open) == 1)
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(EngineError, match=r"loaded only partly \(CUDA error: unspecified launch failure\);"),
+        ):
+            patch.setattr("turngate.engines.local.engine.load_into", fail_halfway)
+            await engine.load(PolicyWeights(version=2, path=str(tmp_path / "new")), frozen=False)
+        with pytest.raises(EngineUnavailable, match="aborted"):
+            await call
+        for path in ("", str(tmp_path / "missing")):
+            [health] = await engine.health()
+            assert not health.ok and health.wrong and "load weights again" in health.detail
+            with pytest.raises(EngineUnavailable, match="load weights again"):
+                await generate(engine, make_request([7, 8], 5))
+            with pytest.raises(EngineRejected):
+                await engine.load(PolicyWeights(version=2, path=path), frozen=False)
+        await engine.load(PolicyWeights(version=2, path=str(tmp_path / "new")), frozen=False)
+        assert (await engine.health())[0].ok
+        assert len((await generate(engine, make_request([7, 8], 5))).ids) == 5
+
+
+async def test_cancelled_weight_load_does_not_leave_new_weights_under_the_old_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(model(seed=1), tmp_path / "new")
+    began, may_end = threading.Event(), threading.Event()
+    load_into = local_weights.load_into
+
+    def wait_and_load(made: Any, folder: Any) -> None:
+        began.set()
+        may_end.wait(10)
+        load_into(made, folder)
+
+    monkeypatch.setattr("turngate.engines.local.engine.load_into", wait_and_load)
+    async with start_engine() as engine:
+        loading = asyncio.create_task(engine.load(PolicyWeights(version=2, path=str(tmp_path / "new")), frozen=False))
+        await asyncio.to_thread(began.wait, 10)
+        loading.cancel()
+        await asyncio.sleep(0.05)
+        assert not loading.done()  # otherwise calls would continue while the weights change
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        [health] = await engine.health()
+        assert not health.ok and health.wrong
 
 
 # ── through the gateway ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -162,6 +162,27 @@ def test_unsupported_model_is_rejected(change: dict[str, Any], words: str, tmp_p
         read_shape(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content", [b"[]", b'{"model_type": "\xff"}', b'{"x": ' + b"[" * 5000], ids=["a list", "not UTF-8", "nested"]
+)
+def test_damaged_configuration_is_rejected(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json is not the configuration of a model"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"weight_map": ["x"]}', '{"weight_map": {"x": 1}}', '{"x": ' + "[" * 5000],
+    ids=["empty", "a list", "no map", "a list as map", "a number as file", "nested"],
+)
+def test_damaged_index_of_weights_is_rejected(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"the weights in .* cannot be read"):
+        load(tmp_path)
+
+
 def test_legacy_rope_settings_are_read(tmp_path: Path) -> None:
     old = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     (tmp_path / "config.json").write_text(
@@ -175,7 +196,7 @@ def test_missing_or_mismatched_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
     with pytest.raises(ConfigError, match=r"the weights in .* cannot be read"):
         load(tmp_path)
-    with pytest.raises(ConfigError, match="does not match the loaded model: they differ in kind, vocabulary"):
+    with pytest.raises(ConfigError, match="differs from the loaded model in 'kind', 'vocabulary'"):
         load_into(model(), tmp_path)
     save(create_random_model(msgspec.structs.replace(read_shape(tmp_path), tied=True)), tmp_path)
     with pytest.raises(ConfigError, match=r"has no tensor lm_head\.weight"):

@@ -25,7 +25,7 @@ from tests.speed import scaled
 from turngate.dialects.chat import ChatHistory
 from turngate.engines.base import RelayChunk, RelayRequest
 from turngate.engines.observe.openai import OpenAIRelay
-from turngate.engines.observe.translate import read_messages
+from turngate.engines.observe.translate import encode_verbatim, read_messages
 from turngate.errors import (
     BadRequest,
     ContextOverflow,
@@ -407,6 +407,8 @@ async def test_error_responses_map_to_exceptions() -> None:
         await relayed(answer_stream(event(part({"content": "a"})), 3600.0), silence_s=0.1)
     with pytest.raises(EngineError, match="cannot be decoded"):
         await relayed(answer_with("not json"), BODY)
+    with pytest.raises(EngineError, match="cannot be decoded"):
+        await relayed(answer_with('{"x": ' + "[" * 5000), BODY)
     server = StandIn()
     async with serving(server), relay_of(server) as relay:
         with pytest.raises(BadRequest):
@@ -460,6 +462,18 @@ async def test_repeated_call_ids_are_made_unique() -> None:
     translated = [entry.message for entry in read_messages(RelayRequest(call=foreign_call(*pairs)))]
     sent = [message.tool_calls[0].id for message in translated[::2]]
     assert len(set(sent)) == len(ids)
+    assert [message.tool_call_id for message in translated[1::2]] == sent
+
+
+@pytest.mark.parametrize("index", [0, 2, 4])
+async def test_call_ids_of_verbatim_turns_are_not_reused(index: int) -> None:
+    """The endpoint's own ids cannot be renamed, so other turns get different ones."""
+    asked = Message("assistant", tool_calls=(ToolCall("a", "bash", "{}"),))
+    call = foreign_call(*[asked, Message("tool", "out", tool_call_id="a")] * 3)
+    request = RelayRequest(call=call, verbatim={index: encode_verbatim({}, ["a"])})
+    translated = [entry.message for entry in read_messages(request)]
+    sent = [message.tool_calls[0].id for message in translated[::2]]
+    assert len(set(sent)) == 3 and sent[index // 2] == "a"
     assert [message.tool_call_id for message in translated[1::2]] == sent
 
 

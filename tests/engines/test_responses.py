@@ -237,7 +237,9 @@ async def test_constraints_and_thinking_are_translated(fields: Json, body: Json)
 async def test_unsupported_parameters_are_rejected() -> None:
     with pytest.raises(BadRequest, match="stop strings"):
         await relay_answer(make_relay, OK, foreign_call(HI, stop=("X",)))
-    with pytest.raises(EngineRejected, match=r"pins sampling settings that responses does not support \(top_k\)"):
+    with pytest.raises(
+        EngineRejected, match=r"pins sampling settings that the responses endpoint does not support \(top_k\)"
+    ):
         await relay_answer(make_relay, OK, native_call("responses", BODY), sampling=Sampling(top_k=5))
 
 

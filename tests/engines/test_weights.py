@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from tests.engines.standins import StandIn, answer_with, collect, make_request, serving
+from tests.engines.standins import Answer, StandIn, answer_with, collect, make_request, serving
 from turngate.engines.pool import Pool
 from turngate.engines.replica import PoolTiming
 from turngate.engines.scripted import Scripted
@@ -23,6 +24,13 @@ ADAPTER = PolicyWeights(version=3, lora_path="/a/3", name="policy-v3")
 
 def sent_requests(server: StandIn) -> list[tuple[str, Any]]:
     return [(path, json.loads(body)) for path, body in zip(server.raw_paths, server.bodies, strict=True)]
+
+
+def answer_by_path(answers: dict[str, Any]) -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response(answers.get(request.path, {}))
+
+    return answer
 
 
 @asynccontextmanager
@@ -46,7 +54,7 @@ async def test_vllm_update_requests() -> None:
         await engine.load(ADAPTER, frozen=False)
         await engine.unload("policy-v3")
         documents["/v1/models"] = {"data": [{"id": "m"}]}
-        with pytest.raises(EngineRejected, match="does not report their path"):
+        with pytest.raises(EngineRejected, match="cannot be restored because their path is unknown"):
             await engine.reload_initial_weights(frozen=False)
     assert sent_requests(server) == [
         ("/pause?mode=keep", {}),
@@ -60,6 +68,7 @@ async def test_vllm_update_requests() -> None:
         ("/update_weight_version", {"new_version": "default"}),
         ("/v1/load_lora_adapter", {"lora_name": "policy-v3", "lora_path": "/a/3"}),
         ("/v1/unload_lora_adapter", {"lora_name": "policy-v3"}),
+        ("/update_weight_version", {"new_version": "turngate: loading default"}),
     ]
 
 
@@ -126,7 +135,7 @@ async def test_sglang_update_requests(mark: dict[str, str]) -> None:
     info = {"/get_model_info": {"model_path": "/m/0", **mark}}
     server = StandIn(answer_with({"success": True, "message": "ok"}), info)
     async with serving(server), started(SGLang(server.url)) as engine:
-        with pytest.raises(EngineRejected, match="cannot restore its initial weights because their path is unknown"):
+        with pytest.raises(EngineRejected, match="cannot be restored because their path is unknown"):
             await engine.reload_initial_weights(frozen=False)
         await engine.pause()
         await engine.load(MODEL, frozen=True)
@@ -134,17 +143,49 @@ async def test_sglang_update_requests(mark: dict[str, str]) -> None:
         await engine.reload_initial_weights(frozen=False)
         await engine.load(ADAPTER, frozen=False)
         await engine.unload("policy-v3")
-        server.answer = answer_with({"success": False, "message": "no such folder"})
+        server.answer = answer_by_path({"/update_weights_from_disk": {"success": False, "message": "no such folder"}})
         with pytest.raises(EngineRejected, match="/update_weights_from_disk failed: no such folder"):
             await engine.load(MODEL, frozen=False)
-    assert sent_requests(server)[:-1] == [
+
+    def marked(version: str) -> list[tuple[str, Any]]:
+        body = {"new_version": version, "abort_all_requests": False}
+        return [("/update_weight_version", body)] if mark else []
+
+    assert sent_requests(server) == [
+        *marked("turngate: loading default"),
         ("/pause_generation", {"mode": "in_place"}),
-        ("/update_weights_from_disk", {"model_path": "/m/3", "weight_version": "3", "flush_cache": False}),
+        *marked("turngate: loading 3"),
+        ("/update_weights_from_disk", {"model_path": "/m/3", "flush_cache": False}),
+        *marked("3"),
         ("/continue_generation", {}),
-        ("/update_weights_from_disk", {"model_path": "/m/0", "flush_cache": True, **mark}),
+        *marked("turngate: loading default"),
+        ("/update_weights_from_disk", {"model_path": "/m/0", "flush_cache": True}),
+        *marked("default"),
         ("/load_lora_adapter", {"lora_name": "policy-v3", "lora_path": "/a/3"}),
         ("/unload_lora_adapter", {"lora_name": "policy-v3"}),
+        *marked("turngate: loading 3"),
+        ("/update_weights_from_disk", {"model_path": "/m/3", "flush_cache": True}),
     ]
+
+
+@pytest.mark.parametrize("text", ["Cache flushed.", '{"x": ' + "[" * 5000])
+async def test_sglang_reply_to_a_command_may_be_any_text(text: str) -> None:
+    async with serving(StandIn(answer_with(text))) as server, started(SGLang(server.url)) as engine:
+        await engine.resume()
+
+
+@pytest.mark.parametrize("expected", [None, MODEL, ADAPTER])
+async def test_sglang_is_unhealthy_after_a_failed_load(expected: PolicyWeights | None) -> None:
+    info = {"model_path": "/m/4", "weight_version": "turngate: loading 4"}
+    documents = {"/health": {}, "/get_model_info": info, "/get_server_info": {"context_length": 64}}
+    server = StandIn(answer_with({"success": True}), documents)
+    async with serving(server), started(SGLang(server.url)) as engine:
+        engine.expect(expected)
+        [seen] = await engine.health()
+        assert not seen.ok and seen.wrong and "its update to weight version 4 has not completed" in seen.detail
+        await engine.load(MODEL, frozen=False)
+        with pytest.raises(EngineRejected, match="cannot be restored because their path is unknown"):
+            await engine.reload_initial_weights(frozen=False)  # the server may have loaded them from another path since
 
 
 async def test_requests_name_the_adapter() -> None:

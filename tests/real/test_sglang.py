@@ -213,6 +213,8 @@ async def test_new_weights_are_served_and_reported(server: Server, engine: SGLan
         assert after[-1].version_runs == ((7, 8),)
         with pytest.raises(EngineRejected, match="Failed to get weights"):
             await engine.load(PolicyWeights(version=8, path=str(tmp_path / "none")), frozen=False)
+        [health] = await engine.health()
+        assert health.wrong and "its update to weight version 8 has not completed" in health.detail
     engine.expect(None)
     assert (await sample(engine, PROMPT, 8, GREEDY)).ids == before.ids
 

@@ -1,6 +1,7 @@
 """Test weight updates behind the fence: what trainers do, what agents see, and failing replicas.
 
-The engines are fakes with vLLM's paths that "sample" the name of their weights. Tests with real engines are in `tests/real`.
+The engines are fakes with the paths of vLLM or SGLang that "sample" the name of their weights. Tests with real engines are in
+`tests/real`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from aiohttp import web
 from tests.kit import OpenSession, Running, gateway, renderer, say, until
 from tests.server.test_forwarding import crew
 from tests.speed import scaled
+from turngate.engines.base import Engine
 from turngate.engines.pool import Pool
 from turngate.engines.replica import PoolTiming
+from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
 from turngate.errors import StoreError
 
@@ -45,6 +48,9 @@ class FakeVLLM:
         self.load_gate = asyncio.Event()  # set: a model loads immediately
         self.load_gate.set()
         self.half_sampled = 0  # number of answers whose first half was sampled
+
+    def connect(self) -> Engine:
+        return VLLM(self.url, "m")
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -123,6 +129,49 @@ class FakeVLLM:
         return renderer().tokenizer.encode(f"[{self.adapters.get(model, self.weights)}]")
 
 
+class FakeSGLang(FakeVLLM):
+    """The part of SGLang's API that the gateway uses to load whole models.
+
+    If `/flush_cache` fails, it loads the weights, but reports a failure and keeps the weight version.
+    """
+
+    def connect(self) -> Engine:
+        return SGLang(self.url, "m")
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"{}") if request.method == "POST" else {}
+        self.control_paths.append(request.path)
+        match request.path:
+            case "/health" | "/abort_request":
+                return web.json_response({})
+            case "/get_model_info":
+                return web.json_response({"model_path": "base", "weight_version": self.weight_version})
+            case "/get_server_info":
+                return web.json_response({"context_length": 4096})
+            case "/update_weight_version":
+                assert body["abort_all_requests"] is False
+                self.weight_version = body["new_version"]
+            case "/update_weights_from_disk":
+                await asyncio.shield(self._load(body))  # a load continues if the client disconnects
+                if "/flush_cache" in self.failing_paths:
+                    failure = {"success": False, "message": "Weights were updated, but the cache was not flushed"}
+                    return web.json_response(failure, status=400)
+            case "/generate":
+                ids = [*self._sample(""), renderer().stop_ids[0]]
+                meta = {"completion_tokens": len(ids), "finish_reason": {"type": "stop"}}
+                meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
+                return web.json_response({"output_ids": ids, "meta_info": meta})
+            case _:
+                return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response({"success": True})
+
+    async def _load(self, body: Any) -> None:
+        await self.load_gate.wait()
+        self.weights = body["model_path"]
+        if "/flush_cache" not in self.failing_paths:
+            self.weight_version = body.get("weight_version", self.weight_version)
+
+
 def _answer(ids: Sequence[int], finish: str | None) -> Any:
     logprobs = {"token_logprobs": [-1.0] * len(ids), "tokens": [f"token_id:{i}" for i in ids]}
     return {"choices": [{"text": "x", "logprobs": logprobs, "finish_reason": finish}]}
@@ -133,9 +182,9 @@ def _event(ids: Sequence[int], finish: str | None) -> bytes:
 
 
 @asynccontextmanager
-async def engines(count: int = 1) -> AsyncIterator[list[FakeVLLM]]:
+async def engines(count: int = 1, kind: type[FakeVLLM] = FakeVLLM) -> AsyncIterator[list[FakeVLLM]]:
     async with AsyncExitStack() as stack:
-        fakes = [FakeVLLM() for _ in range(count)]
+        fakes = [kind() for _ in range(count)]
         for fake in fakes:
             app = web.Application()
             app.router.add_route("*", "/{path:.*}", fake.handle)
@@ -148,9 +197,11 @@ async def engines(count: int = 1) -> AsyncIterator[list[FakeVLLM]]:
 
 
 @asynccontextmanager
-async def serve_gateway(count: int = 1, **config: Any) -> AsyncIterator[tuple[Running, list[FakeVLLM]]]:
-    async with engines(count) as fakes:
-        pool = Pool([VLLM(fake.url, "m") for fake in fakes], timing=PoolTiming(backoff_s=0.02, check_s=0.2))
+async def serve_gateway(
+    count: int = 1, kind: type[FakeVLLM] = FakeVLLM, **config: Any
+) -> AsyncIterator[tuple[Running, list[FakeVLLM]]]:
+    async with engines(count, kind) as fakes:
+        pool = Pool([fake.connect() for fake in fakes], timing=PoolTiming(backoff_s=0.02, check_s=0.2))
         async with gateway(engine=pool, model="m", **config) as g:
             yield g, fakes
 
@@ -211,6 +262,34 @@ async def test_call_in_flight_keeps_its_adapter_and_version() -> None:
             old = "base" if version == 1 else "/a/1"
             assert (await asking).content == f"[{old}][{old}]"
             assert await spans(g, session) == [(version - 1, version - 1)]
+
+
+async def test_call_in_flight_on_an_adapter_keeps_its_version_when_calls_return_to_the_own_model() -> None:
+    async with serve_gateway() as (g, [fake]):
+        await load(g, version=1, lora_path="/a/1")
+        session = await g.open()
+        fake.pace.clear()
+        asking = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: fake.half_sampled == 1)
+        for resumed in ({"version": 2, "model": ""}, {"version": 3}):
+            (await g.admin.post("/admin/fence/resume", json=resumed)).raise_for_status()
+        fake.pace.set()
+        assert (await asking).content == "[/a/1][/a/1]"
+        assert await spans(g, session) == [(1, 1)]
+
+
+async def test_call_in_flight_on_the_own_model_gets_the_version_of_its_new_weights() -> None:
+    async with serve_gateway() as (g, [fake]):
+        session = await g.open()
+        fake.pace.clear()
+        asking = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: fake.half_sampled == 1)
+        await load(g, version=1, lora_path="/a/1")
+        fake.weights = "new"  # sent by the trainer
+        (await g.admin.post("/admin/fence/resume", json={"version": 2, "model": ""})).raise_for_status()
+        fake.pace.set()
+        assert (await asking).content == "[base][new]"
+        assert await spans(g, session) == [(0, 2)]
 
 
 async def test_resume_can_name_externally_loaded_adapter(tmp_path: Path) -> None:
@@ -395,6 +474,30 @@ async def test_failed_model_load_is_rolled_back_on_other_replicas() -> None:
         assert [fake.weight_version for fake in fakes] == ["2", "2", "2"]
 
 
+@pytest.mark.parametrize("kind", [FakeVLLM, FakeSGLang])
+async def test_replica_that_lost_weights_sent_by_a_trainer_gets_no_calls(kind: type[FakeVLLM]) -> None:
+    """The gateway cannot restore these weights, and must not replace them with the engine's initial ones."""
+    async with serve_gateway(2, kind) as (g, fakes):
+        for fake in fakes:
+            fake.weights = "by nccl"
+        await g.resume(3)
+        for fake in fakes[1:]:
+            fake.failing_paths |= {"/collective_rpc", "/flush_cache"}
+        status, message = await load_error(g, version=4, path="/m/4")
+        assert status == 502 and "version 3 remains active" in message
+        assert "previous weights cannot be restored because their path is unknown" in message
+        assert "base" not in [fake.weights for fake in fakes]
+        for replica in (await g.admin.get("/admin/weights")).json()["replicas"]:
+            assert not replica["ok"] and replica["wrong"], replica
+        with pytest.raises(openai.InternalServerError, match="no engine has the current weights"):
+            await g.ask((await g.open()).key, "Hi")
+        for fake in fakes:
+            fake.failing_paths.clear()
+            fake.aborted = False
+        await load(g, version=4, path="/m/4")
+        assert "/m/4" in (await g.ask((await g.open()).key, "Hi")).content
+
+
 async def test_invalid_weights_affect_one_replica() -> None:
     async with serve_gateway(2) as (g, fakes):
         status, message = await load_error(g, version=1, path="/missing")
@@ -404,6 +507,46 @@ async def test_invalid_weights_affect_one_replica() -> None:
         assert not g.app.engine._replicas[0].up  # type: ignore[union-attr]
         assert (await g.ask((await g.open()).key, "Hi")).content == "[base][base]"
         assert len(fakes[0].salts) == 0
+
+
+async def test_sglang_with_weights_of_a_failed_load_gets_no_calls() -> None:
+    """SGLang may report a failure although it has loaded the new weights. Then they must not be sampled under the old version."""
+    async with serve_gateway(2, FakeSGLang) as (g, fakes):
+        fakes[0].failing_paths.add("/flush_cache")
+        status, message = await load_error(g, version=1, path="/m/1")
+        assert status == 502 and "version 0 remains active" in message
+        assert "Weights were updated, but the cache was not flushed (has no usable weights)" in message
+        assert [fake.weights for fake in fakes] == ["/m/1", "base"]
+        for _ in range(4):
+            assert (await g.ask((await g.open()).key, "Hi")).content == "[base]"
+        [failed, _] = (await g.admin.get("/admin/weights")).json()["replicas"]
+        assert not failed["ok"] and "its update to weight version 1 has not completed" in failed["detail"]
+        fakes[0].failing_paths.clear()
+        await load(g, version=1, path="/m/1")
+        fakes[1].failing_paths.add("/flush_cache")
+        assert (await load_error(g, version=2, path="/m/2"))[0] == 502
+        assert [fake.weights for fake in fakes] == ["/m/1", "/m/2"]
+        for _ in range(4):
+            assert (await g.ask((await g.open()).key, "Hi")).content == "[/m/1]"
+
+
+async def test_sglang_that_finishes_a_load_after_the_gateway_was_killed_gets_no_calls(tmp_path: Path) -> None:
+    async with engines(1, FakeSGLang) as [fake]:
+        fake.load_gate.clear()
+        async with gateway(engine=Pool([fake.connect()]), model="m", data=tmp_path) as g:
+            loading = asyncio.create_task(g.admin.post("/admin/weights", json={"version": 1, "path": "/m/1"}))
+            await until(lambda: "/update_weights_from_disk" in fake.control_paths)
+        await asyncio.gather(loading, return_exceptions=True)
+        async with gateway(engine=Pool([fake.connect()]), model="m", data=tmp_path) as g:
+            await until(lambda: not g.app.fence.paused)
+            fake.load_gate.set()
+            await until(lambda: fake.weights == "/m/1")
+            session = await g.open()
+            with pytest.raises(openai.InternalServerError, match="no engine has the current weights"):
+                await g.ask(session.key, "Hi")
+            await load(g, version=1, path="/m/1")
+            assert (await g.ask(session.key, "Hi")).content == "[/m/1]"
+            assert await spans(g, session) == [(1, 1)]
 
 
 async def test_replica_that_cannot_be_repaired_does_not_affect_the_others() -> None:
@@ -454,11 +597,11 @@ async def test_slow_calls_time_out_update_and_continue() -> None:
 @pytest.mark.parametrize(
     ("update", "status", "message"),
     [
-        ({"version": 1}, 400, "exactly one of path and lora_path"),
-        ({"version": 1, "path": "/m", "lora_path": "/a"}, 400, "exactly one of path and lora_path"),
-        ({"version": 1, "path": "/m", "mode": "hold"}, 400, "mode 'hold' cannot be used with path"),
+        ({"version": 1}, 400, "exactly one of 'path' and 'lora_path'"),
+        ({"version": 1, "path": "/m", "lora_path": "/a"}, 400, "exactly one of 'path' and 'lora_path'"),
+        ({"version": 1, "path": "/m", "mode": "hold"}, 400, "mode 'hold' cannot be used with 'path'"),
         ({"version": -1, "path": "/m"}, 400, "version"),
-        ({"version": 1, "lora_path": "/a", "name": ""}, 400, "name is empty"),
+        ({"version": 1, "lora_path": "/a", "name": ""}, 400, "'name' is empty"),
         ({"version": 2, "lora_path": "/a"}, 409, "version 2 is older than the current version 3"),
         ({"version": 3, "lora_path": "/a"}, 409, "version 3 is already active with different weights"),
     ],

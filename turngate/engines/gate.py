@@ -6,7 +6,7 @@
         await call.answer(ids, logprobs)
 
 The pipeline uses the gate like any other engine, and `server/gate.py` serves trainers in other processes. A call is *waiting*, then
-*taken*, then *ended*. Every change of state happens under one lock, so an answer and the agent's disconnect cannot both succeed. Ended
+*taken*, then *ended*. Every change of state happens under one lock, so an answer and the agent's disconnect cannot both end a call. Ended
 calls are remembered for a while, so that a late answer gets an error that explains why it is no longer needed.
 """
 
@@ -163,7 +163,7 @@ class Gate:
                 self._requeue(ticket)
             if self._silence_s is not None and now >= ticket.last_event_at + self._silence_s:
                 problem = (
-                    "the trainer took this call but sent nothing for"
+                    "a trainer took this call, but no tokens arrived for"
                     if ticket.lease
                     else "no trainer answered this call within"
                 )
@@ -336,7 +336,10 @@ class Gate:
 
 
 class _Generation:
-    """A call as the pipeline sees it. The call joins the queue when its first chunk is requested, and ends when the context exits."""
+    """A call as the pipeline sees it.
+
+    The call joins the queue when its first chunk is requested, and ends when the context exits, if not before.
+    """
 
     def __init__(self, gate: Gate, request: Generate) -> None:
         self._gate, self._request = gate, request

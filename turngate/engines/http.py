@@ -44,6 +44,9 @@ KEEPALIVE_S = 2.0
 # vLLM sends this if the log-probability of a token is missing, NaN or minus infinity.
 NO_LOGPROB = -9999.0
 
+# The exceptions that msgspec raises for JSON that is invalid or nested too deeply.
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _DONE = b"[DONE]"
 # Messages with which vLLM, SGLang, OpenAI, Anthropic, Gemini and compatible servers report a context overflow.
 _OVERFLOW = re.compile(
@@ -102,7 +105,9 @@ def error_from_status(engine: str, status: int, message: str, evidence: str = ""
     words = f"{message} {evidence}"
     if status == 401 or (status == 400 and _NO_KEY.search(words)):
         # The gateway's own key is wrong. Providers quote parts of the key in their message, so the message is not forwarded.
-        return EngineError(f"{engine} rejected the gateway's API key; check the key in the gateway's configuration")
+        return EngineError(
+            f"{engine} rejected the gateway's API key or requires one; check the key in the gateway's configuration"
+        )
     if status in (402, 403):  # a problem with the gateway's account, not with the agent's request
         return EngineError(text)
     if status in (429, 529):  # Anthropic sends 529 when it is overloaded
@@ -174,6 +179,8 @@ def _map_error(engine: str, error: BaseException) -> TurngateError | None:
             return EngineError(f"{engine} sent an invalid HTTP response: {type(error).__name__}")
         case msgspec.DecodeError() | UnicodeDecodeError():
             return EngineError(f"{engine} sent a response that cannot be decoded: {error}")
+        case RecursionError():
+            return EngineError(f"{engine} sent a response that cannot be decoded: a value is nested too deeply")
         case _:
             return None
 
@@ -195,7 +202,7 @@ def extract_message(body: bytes) -> str:
     """Extract the readable part of an error body: OpenAI's `error.message`, FastAPI's `detail`, or the plain text."""
     try:
         return _readable(msgspec.json.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except DECODE_ERRORS:
         return body.decode("utf-8", "replace").strip()
 
 
@@ -301,7 +308,7 @@ class Reply:
         yield [await self.document()]
 
     async def events(self) -> AsyncIterator[list[bytes]]:
-        """Yield batches of events, one per read, up to the end of the body or `[DONE]`."""
+        """Yield batches of complete events, up to the end of the body or `[DONE]`."""
         while (batch := await self.batch()) is not None:
             yield batch
 
@@ -479,7 +486,7 @@ class EngineClient:
         await self._probe("GET", path, b"")
 
     async def check_connection(self) -> None:
-        """Check that a server answers at the engine's URL, with any HTTP status. Raise `EngineUnavailable` if the connection fails."""
+        """Check that a server answers at the engine's URL, with any HTTP status. Raise an error if the connection fails or times out."""
         timeout = aiohttp.ClientTimeout(total=PROBE_S)
         with map_errors(self.engine):
             async with self.session.get(self.url, timeout=timeout, allow_redirects=False):
@@ -509,7 +516,10 @@ class EngineClient:
 
     def failure_in_stream(self, error: msgspec.Raw, default_status: int) -> TurngateError:
         """Map an error event in a stream to an exception. `default_status` applies if the event contains no known status."""
-        value = msgspec.json.decode(error)
+        try:
+            value = msgspec.json.decode(error)
+        except DECODE_ERRORS:
+            value = None
         codes = [value.get(field) for field in ("code", "status", "type")] if isinstance(value, dict) else []
         statuses = [code if isinstance(code, int) else _STATUS_OF.get(str(code), 0) for code in codes]
         status = next((status for status in statuses if 400 <= status < 600), default_status)

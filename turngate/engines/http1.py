@@ -1,8 +1,8 @@
 """A minimal HTTP/1.1 client for one engine, with keep-alive and streamed replies.
 
-Every turn on an engine that accepts token ids goes through this client. Replacing aiohttp with it saved about a tenth of the gateway's CPU
-time per turn (`docs/decisions/0009-speed.md`). The client has no cookies, redirects, proxies or compression, because these engines do not
-need them. Relays use aiohttp (`http.py`). Like the server, this client parses with httptools.
+Every turn on an HTTP engine that accepts token ids goes through this client. Replacing aiohttp with it saved about a tenth of the gateway's
+CPU time per turn (`docs/decisions/0009-speed.md`). The client does not support cookies, redirects, proxies or compression, because these
+engines do not need them. Relays use aiohttp (`http.py`). Like the server, this client parses with httptools.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.response is None:
-            raise MalformedReply("it sent two responses to one request")
+            raise MalformedReply  # a second response to one request: `data_received` aborts the connection
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -134,7 +134,10 @@ class Pool:
         await self._find(address).idle.wait()
 
     async def remove(self, address: str) -> None:
-        """Remove a replica. Its calls in flight, if any, fail."""
+        """Remove a replica, and close its connections.
+
+        Its calls in flight fail if they have produced tokens. Otherwise, they are retried on another replica.
+        """
         replica = self._find(address)
         self._replicas.remove(replica)
         self._lanes = [lane for lane in self._lanes if lane.replica is not replica]

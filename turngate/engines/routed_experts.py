@@ -92,7 +92,7 @@ class RoutedExpertsReply:
         if self._shape is None:
             raise EngineError(
                 f"{self._engine} sent routed experts without their shape; set routed_experts to LAYERSxEXPERTS, such as 48x8 "
-                "(layers of the model, experts per token)"
+                "(48 layers, 8 experts per token)"
             )
         size = 4 * self._shape[0] * self._shape[1]
         if len(data) % size:

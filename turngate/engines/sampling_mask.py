@@ -27,7 +27,7 @@ def build_masks(
 ) -> tuple[SideArray, ...]:
     """Build the sampling masks, as side data, for `ids`: consecutive tokens of a reply, the first at index `first`.
 
-    `kept` contains the ids that were kept for each token.
+    `kept` contains the ids that were kept for each token. A token with more than `MAX_KEPT` of them gets no mask.
 
     Raise `EngineError` if the number of masks differs from the number of tokens, or if a mask excludes its own token or repeats an id.
     """

@@ -6,6 +6,7 @@ distribution, at temperature 1. `local/scoring.py` scores with a model in this p
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ import msgspec
 import numpy as np
 import orjson
 
-from turngate.engines.http import NO_LOGPROB, error_from_status, extract_message
-from turngate.errors import EngineError, EngineTimeout, EngineUnavailable
+from turngate.engines.http import DECODE_ERRORS, NO_LOGPROB, error_from_status, extract_message
+from turngate.errors import EngineError, EngineTimeout, EngineUnavailable, TurngateError
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Logprobs, TokenId
 
 T = TypeVar("T")
@@ -56,8 +57,8 @@ class ScoringEngine(Protocol):
 def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScores], top_k: int) -> None:
     """Raise `InvalidScores` if scores are missing, not finite, greater than 0 or contradictory."""
     for (start, end), found in zip(spans, scores, strict=True):
-        where = f"{engine}: tokens {start} to {end - 1}"
-        at = f"{engine}: at tokens {start} to {end - 1}"
+        where = f"{engine}: the tokens at positions {start} to {end - 1}"
+        at = f"{engine}: at positions {start} to {end - 1}"
         if found.logprobs.shape != (end - start,):
             raise InvalidScores(
                 f"{where} have the wrong number of log-probabilities: {len(found.logprobs)} instead of {end - start}"
@@ -65,7 +66,7 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
         shapes = {found.top_ids.shape, found.top_logprobs.shape}
         if shapes != {(end - start, top_k)}:
             raise InvalidScores(
-                f"{engine} did not return exactly {top_k} most likely tokens for each position from {start} to {end - 1}"
+                f"{engine} returned the wrong number of top tokens at positions {start} to {end - 1}: each must have {top_k}"
             )
         for name, values in (
             ("a log-probability", found.logprobs),
@@ -133,7 +134,7 @@ class _Generated(msgspec.Struct):
 
 
 class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
-    """Treats redirects as errors. Following one would send the API key to another server."""
+    """Treats redirects as errors. Following one could send the API key to another server."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -168,30 +169,44 @@ class _ScoringServer:
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310  # the engine that the user named
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as reply:
-                answer: bytes = reply.read()
-        except urllib.error.HTTPError as error:
-            if error.code == 401:
-                problem = "rejected the API key; check it" if self._key else "requires an API key; set one"
-                raise EngineError(f"{self.name} at {self._url} {problem}") from None
-            if 300 <= error.code < 400:
-                raise EngineError(
-                    f"{self.name} at {self._url} answered with a redirect ({error.code}), which is not followed; "
-                    "use the server's own URL"
-                ) from None
-            sent = error.read(2000)
-            message = f"status {error.code}: {extract_message(sent)[:500]}"
-            raise error_from_status(self.name, error.code, message, sent.decode("utf-8", "replace")) from None
+            request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310  # the engine that the user named
+            status, answer = self._send(request)
         except TimeoutError:
             raise EngineTimeout(f"timed out waiting for {self.name} at {self._url}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.InvalidURL) as error:
             raise EngineUnavailable(f"{self.name} could not be reached at {self._url}: {error}") from None
+        except http.client.HTTPException as error:
+            raise EngineUnavailable(
+                f"{self.name} at {self._url} sent an incomplete or invalid HTTP response: {error!r:.200}"
+            ) from None
+        if status >= 300:
+            raise self._make_error(status, answer)
         try:
             return msgspec.json.decode(answer, type=shape)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             raise InvalidScores(f"{self.name} sent a reply that cannot be read: {error}") from None
+
+    def _send(self, request: urllib.request.Request) -> tuple[int, bytes]:
+        """Return the status and the body of the response. The body of an error is cut to 2000 bytes."""
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as reply:
+                return reply.status, reply.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read(2000)
+
+    def _make_error(self, status: int, body: bytes) -> TurngateError:
+        if status == 401:
+            problem = "rejected the API key; check it" if self._key else "requires an API key; set one"
+            return EngineError(f"{self.name} at {self._url} {problem}")
+        if 300 <= status < 400:
+            return EngineError(
+                f"{self.name} at {self._url} answered with a redirect ({status}), which is not followed; "
+                "use the server's own URL"
+            )
+        message = f"status {status}: {extract_message(body)[:500]}"
+        return error_from_status(self.name, status, message, body.decode("utf-8", "replace"))
 
 
 class VLLMScoring(_ScoringServer):
@@ -217,7 +232,9 @@ class VLLMScoring(_ScoringServer):
             candidates = scored[place]
             own = None if candidates is None else candidates.get(int(ids[place]))
             if candidates is None or own is None:
-                raise InvalidScores(f"{self.name} returned no score for token {place}, id {ids[place]}")
+                raise InvalidScores(
+                    f"{self.name} returned no score for the token at position {place} (id {ids[place]})"
+                )
             logprobs.append(own.logprob)
             # The token itself is also listed if it is not one of the most likely ones.
             ranked = [(each.rank, token, each.logprob) for token, each in candidates.items() if each.rank is not None]
@@ -260,7 +277,7 @@ class SGLangScoring(_ScoringServer):
         for place in range(*span):
             own, candidates = scored[place].logprob, [] if tops is None else tops[place]
             if own is None or candidates is None:
-                raise InvalidScores(f"{self.name} returned no score for token {place}")
+                raise InvalidScores(f"{self.name} returned no score for the token at position {place}")
             logprobs.append(own)
             likely.append([(each.token_id, np.nan if each.logprob is None else each.logprob) for each in candidates])
         return _build_scores(self.name, logprobs, likely, span, top_k)
@@ -271,7 +288,7 @@ def _build_scores(
 ) -> TokenScores:
     if any(len(top) != top_k for top in tops):
         raise InvalidScores(
-            f"{engine} did not return exactly {top_k} most likely tokens for each position from {span[0]} to {span[1] - 1}"
+            f"{engine} returned the wrong number of top tokens at positions {span[0]} to {span[1] - 1}: each must have {top_k}"
         )
     shape = (len(tops), top_k)
     with np.errstate(over="ignore"):  # `check_scores` rejects numbers that become infinite

@@ -248,7 +248,7 @@ def _play(turns: list[ScriptedTurn], name: str) -> Script:
     def script(request: Generate, index: int) -> ScriptedTurn:
         if index >= len(turns):
             raise EngineError(
-                f"{name} has no reply for call {index + 1}: its script ends after call {len(turns)}; add more turns"
+                f"{name} has no reply for call {index + 1}: its script ends after call {len(turns)}; add more replies"
             )
         return turns[index]
 

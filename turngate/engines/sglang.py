@@ -26,17 +26,18 @@ import msgspec
 import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import EngineClient, Reply, align_logprobs, is_present, make_abort_error
+from turngate.engines.http import DECODE_ERRORS, EngineClient, Reply, align_logprobs, is_present, make_abort_error
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, OldSGLangLoads, SGLangLoads
 from turngate.engines.routed_experts import ExpertShape, RoutedExpertsReply
 from turngate.engines.sampling_mask import MAX_KEPT, build_masks
-from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
+from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan, unknown_path_error
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling, TokenId
 
 T = TypeVar("T")
 
+_LOADING = "turngate: loading "  # prefix of the weight version during a load
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -193,7 +194,7 @@ class SGLang:
         if request.routed_experts is not None:
             experts = RoutedExpertsReply(self.name, self._expert_shape)
         field = None if experts is None else experts.field
-        async with self._client.post("/generate", self._body(request, rid), self._headers(request), field) as reply:
+        async with self._client.post("/generate", self._body(request, rid), _headers(request), field) as reply:
             try:
                 yield self._chunks(reply, request, experts)
             finally:
@@ -217,13 +218,15 @@ class SGLang:
 
     async def _wrong_weights(self) -> str:
         """Return why the engine must not be used, or an empty string if its weights are as expected or cannot be checked."""
-        expected = self._expected.weights
-        if expected is None or expected.is_adapter:
-            self.reports_weights = False
-            return ""
         mark = (await self._client.get("/get_model_info", _ModelInfo)).weight_version
-        self.reports_weights = mark is not None
-        if mark is None or mark == str(expected.version):
+        if mark is not None and mark.startswith(_LOADING):
+            return (
+                f"its update to weight version {mark.removeprefix(_LOADING)} has not completed; if it failed, load weights again "
+                "or restart the engine"
+            )
+        expected = self._expected.weights
+        self.reports_weights = mark is not None and expected is not None and not expected.is_adapter
+        if not self.reports_weights or expected is None or mark == str(expected.version):
             return ""
         return f"its weight version is {mark!r} instead of {expected.version}; repeat POST /admin/weights"
 
@@ -238,21 +241,18 @@ class SGLang:
             body: dict[str, Any] = {"lora_name": weights.name, "lora_path": weights.lora_path}
             await self._command("/load_lora_adapter", body, LOAD_S)
             return
-        if self._initial is None:
-            self._initial = await self._client.get("/get_model_info", _ModelInfo)
-        body = {"model_path": weights.path, "weight_version": str(weights.version), "flush_cache": not frozen}
-        await self._command("/update_weights_from_disk", body, LOAD_S)
+        present = await self._client.get("/get_model_info", _ModelInfo)
+        mark = present.weight_version
+        if self._initial is None and not (mark is not None and mark.startswith(_LOADING)):
+            self._initial = present
+        await self._reload(weights.path, None if mark is None else str(weights.version), frozen)
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
-        if self._initial is None:
-            raise EngineRejected(
-                f"{self.name} cannot restore its initial weights because their path is unknown; restart the engine"
-            )
-        body: dict[str, Any] = {"model_path": self._initial.model_path, "flush_cache": not frozen}
-        if self._initial.weight_version is not None:
-            # Otherwise the server keeps the other model's version.
-            body["weight_version"] = self._initial.weight_version
-        await self._command("/update_weights_from_disk", body, LOAD_S)
+        initial = self._initial
+        if initial is None:  # the weights that the server has now may not be the initial ones
+            mark = (await self._client.get("/get_model_info", _ModelInfo)).weight_version
+            initial = _ModelInfo(weight_version=None if mark is None else mark.removeprefix(_LOADING))
+        await self._reload(initial.model_path, initial.weight_version, frozen)
 
     async def abort_all(self) -> None:
         await self._command("/abort_request", {"abort_all": True})
@@ -260,11 +260,29 @@ class SGLang:
     async def unload(self, name: str) -> None:
         await self._command("/unload_lora_adapter", {"lora_name": name})
 
+    async def _reload(self, path: str, mark: str | None, frozen: bool) -> None:
+        """Load a model, and set the weight version to `mark`. If `mark` is None, the server has no weight version.
+
+        During the load, the version is a marker that makes the health check reject the engine. After a failed load, the marker stays,
+        because the engine may have the new weights: SGLang also reports a failure if it has loaded them but cannot flush its cache.
+        If `path` is empty, only set the marker, and raise `EngineRejected`.
+        """
+        if mark is not None:
+            await self._set_weight_version(_LOADING + mark)
+        if not path:
+            raise unknown_path_error(self.name)
+        await self._command("/update_weights_from_disk", {"model_path": path, "flush_cache": not frozen}, LOAD_S)
+        if mark is not None:
+            await self._set_weight_version(mark)
+
+    async def _set_weight_version(self, mark: str) -> None:
+        await self._command("/update_weight_version", {"new_version": mark, "abort_all_requests": False})
+
     async def _command(self, path: str, body: dict[str, Any], within_s: float = COMMAND_S) -> None:
         answer = await self._client.command(path, body, within_s)
         try:
             done = msgspec.json.decode(answer or b"{}", type=_Done)
-        except msgspec.DecodeError:
+        except DECODE_ERRORS:
             return  # some endpoints reply with a line of text
         if not done.success:
             reason = self._client.redact(done.message or done.error_message or "no reason given")
@@ -290,10 +308,6 @@ class SGLang:
     async def _send_abort(self, rid: str) -> None:
         with suppress(TurngateError):  # the connection is closed anyway
             await self._client.notify("/abort_request", orjson.dumps({"rid": rid}))
-
-    def _headers(self, request: Generate) -> dict[str, str]:
-        headers = {"X-Request-Id": request.request_id, "X-SMG-Routing-Key": request.session}
-        return {name: value for name, value in headers.items() if value}
 
     def _body(self, request: Generate, rid: str) -> bytes:
         body: dict[str, Any] = {
@@ -359,7 +373,7 @@ class SGLang:
                 raise EngineError(f"{self.name} sent an event without meta_info")
             meta = event.meta_info
             finish = self._finish(meta.finish_reason)
-            new, new_logprobs = self._select_new(event.output_ids, event.meta_info, sampled + len(ids))
+            new, new_logprobs = _select_new(self.name, event.output_ids, event.meta_info, sampled + len(ids))
             tops = event.meta_info.output_top_logprobs
             if tops is not None:
                 added = _slice_new(self.name, tops, sampled + len(ids), event.meta_info.completion_tokens)
@@ -376,31 +390,34 @@ class SGLang:
         side = build_masks(self.name, sampled, ids, masks) if masks else ()
         return Chunk(ids, logprobs, finish, prompt, None, alternatives or None, meta.cached_tokens, runs, side=side)
 
-    def _select_new(self, output_ids: list[int] | None, meta: _Meta, seen: int) -> tuple[list[int], list[float | None]]:
-        """Return the ids and log-probabilities that an event adds. `seen` is the number of tokens before the event."""
-        total = meta.completion_tokens
-        positions = meta.output_token_logprobs
-        added = None if positions is None else _slice_new(self.name, positions, seen, total)
-        if output_ids is not None:
-            ids = list(_slice_new(self.name, output_ids, seen, total))
-        elif added is not None:  # old SGLang versions send the ids only with the log-probabilities
-            ids = [position.token_id for position in added]
-        else:
-            raise EngineError(f"{self.name} sent no token ids")
-        if added is None:
-            return ids, align_logprobs(self.name, ids, None)
-        if [position.token_id for position in added] != ids:
-            raise EngineError(f"{self.name} sent log-probabilities whose token ids do not match the sampled ids")
-        return ids, align_logprobs(self.name, ids, [position.logprob for position in added])
-
     def _finish(self, reason: _Finish | None) -> Literal["stop", "length", "abort"] | None:
         if reason is None:
             return None
         if reason.status_code is not None:  # a rejection or failure, reported as the end of a generation
             raise self._client.failure(reason.status_code, (reason.message or "").encode())
         if reason.type not in _FINISH:
-            raise EngineError(f"{self.name} sent the unknown finish reason {reason.type!r}")
+            raise EngineError(f"{self.name} sent an unknown finish reason: {reason.type!r}")
         return _FINISH[reason.type]
+
+
+def _select_new(
+    name: str, output_ids: list[int] | None, meta: _Meta, seen: int
+) -> tuple[list[int], list[float | None]]:
+    """Return the ids and log-probabilities that an event adds. `seen` is the number of tokens before the event."""
+    total = meta.completion_tokens
+    positions = meta.output_token_logprobs
+    added = None if positions is None else _slice_new(name, positions, seen, total)
+    if output_ids is not None:
+        ids = list(_slice_new(name, output_ids, seen, total))
+    elif added is not None:  # old SGLang versions send the ids only with the log-probabilities
+        ids = [position.token_id for position in added]
+    else:
+        raise EngineError(f"{name} sent no token ids")
+    if added is None:
+        return ids, align_logprobs(name, ids, None)
+    if [position.token_id for position in added] != ids:
+        raise EngineError(f"{name} sent log-probabilities whose token ids do not match the sampled ids")
+    return ids, align_logprobs(name, ids, [position.logprob for position in added])
 
 
 def _slice_new(name: str, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
@@ -413,6 +430,11 @@ def _slice_new(name: str, items: Sequence[T], seen: int, total: int) -> Sequence
         f"{name} sent ids, log-probabilities or sampling masks for the wrong number of tokens: {len(items)} instead of {total} (all) or "
         f"{total - seen} (only the new ones)"
     )
+
+
+def _headers(request: Generate) -> dict[str, str]:
+    headers = {"X-Request-Id": request.request_id, "X-SMG-Routing-Key": request.session}
+    return {name: value for name, value in headers.items() if value}
 
 
 def _sampling(request: Generate) -> dict[str, Any]:

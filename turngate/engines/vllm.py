@@ -30,7 +30,7 @@ from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, parse_vllm_metrics
 from turngate.engines.routed_experts import ExpertShape, RoutedExpertsReply
 from turngate.engines.sampling_mask import build_masks
-from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
+from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan, unknown_path_error
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling, TokenId
 
@@ -114,7 +114,7 @@ class _TopChoice(msgspec.Struct):
 
 
 class _TopEvent(msgspec.Struct):
-    """The fields of an event that are decoded, in addition to `_Event`, for calls with `top_logprobs`."""
+    """The fields of an event that are decoded in addition to those of `_Event`, for calls with `top_logprobs`."""
 
     choices: tuple[_TopChoice, ...] = ()
 
@@ -124,7 +124,7 @@ class _MaskChoice(msgspec.Struct):
 
 
 class _MaskEvent(msgspec.Struct):
-    """The fields of an event that are decoded, in addition to `_Event`, for calls with `sampling_mask`."""
+    """The fields of an event that are decoded in addition to those of `_Event`, for calls with `sampling_mask`."""
 
     choices: tuple[_MaskChoice, ...] = ()
 
@@ -236,7 +236,7 @@ class VLLM:
 
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
         if not weights.is_adapter:
-            await self._reload({"weights_path": weights.path}, str(weights.version), frozen)
+            await self._reload(weights.path, str(weights.version), frozen)
             return
         served = await self._client.get("/v1/models", _Models)
         if any(card.id == weights.name for card in served.data):
@@ -249,12 +249,7 @@ class VLLM:
     async def reload_initial_weights(self, *, frozen: bool) -> None:
         served = await self._client.get("/v1/models", _Models)
         root = next((card.root for card in served.data if card.root and card.parent is None), "")
-        if not root:
-            raise EngineRejected(
-                f"{self.name} cannot restore its initial weights because it does not report their path; restart the engine"
-            )
-        # Without a path, vLLM reloads the weights that it loaded last.
-        await self._reload({"weights_path": root}, "default", frozen)
+        await self._reload(root, "default", frozen)
 
     async def abort_all(self) -> None:
         await self._command("/abort_requests")
@@ -262,14 +257,18 @@ class VLLM:
     async def unload(self, name: str) -> None:
         await self._command("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def _reload(self, options: dict[str, str], mark: str, frozen: bool) -> None:
-        """Reload the weights, and set the weight version to `mark`.
+    async def _reload(self, path: str, mark: str, frozen: bool) -> None:
+        """Load a model, and set the weight version to `mark`.
 
-        During the reload, the version is a marker that makes the health check reject the engine. After a failed reload, the marker stays,
-        because the engine would crash at its next call.
+        Until the load has succeeded, the version is `mark` with the prefix `_LOADING`, so that the health check rejects the engine. If the
+        load fails, the prefix stays, because the engine would crash at its next call. If `path` is empty, only set the version with the
+        prefix, and raise `EngineRejected`.
         """
         await self._command("/update_weight_version", {"new_version": _LOADING + mark})
-        await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": options}, LOAD_S)
+        if not path:  # without a path, vLLM would reload the weights that it loaded last
+            raise unknown_path_error(self.name)
+        options = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._command("/collective_rpc", options, LOAD_S)
         if not frozen:  # frozen calls need their cache, and versions never share cache entries
             await self._command("/reset_prefix_cache")
         await self._command("/update_weight_version", {"new_version": mark})
@@ -301,7 +300,9 @@ class VLLM:
             if not error.message.endswith(": Not Found"):
                 raise
             need = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if "lora" in path else "VLLM_SERVER_DEV_MODE=1"
-            raise EngineRejected(f"{self.name} does not serve {path.partition('?')[0]}; start it with {need}") from None
+            raise EngineRejected(
+                f"{self.name} does not serve {path.partition('?')[0]}; start it with {need} in its environment"
+            ) from None
 
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
         if request.constraint is not None and request.reasoning is not None:
@@ -515,7 +516,7 @@ def _explain_served(models: _Models, wanted: str) -> str:
 
 def _parse_finish(name: str, reason: str) -> Literal["stop", "length", "abort"]:
     if reason not in _FINISH:
-        raise EngineError(f"{name} sent the unknown finish reason {reason!r}")
+        raise EngineError(f"{name} sent an unknown finish reason: {reason!r}")
     return _FINISH[reason]
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from turngate.engines.base import Engine, Generate, Health, VersionRuns
 from turngate.engines.pool import Pool
+from turngate.errors import EngineRejected
 
 LOAD_S = 1800.0  # timeout for loading a model
 COMMAND_S = 60.0  # timeout for other commands
@@ -55,11 +56,12 @@ class UpdatableReplica(Protocol):
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
         """Load these weights. Set `frozen` if calls in flight are paused: the engine then keeps its cache, which they need.
 
-        If a failed load of a whole model leaves unusable weights, `health` must report the replica as unhealthy.
+        If a failed load of a whole model leaves unusable weights, `health` must report the replica as unhealthy. This includes a load
+        without any path, of weights whose location is unknown.
         """
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
-        """Reload the weights that the engine was started with."""
+        """Reload the weights that the engine was started with. If this fails, `health` must report the replica as unhealthy."""
 
     async def abort_all(self) -> None:
         """Abort all calls in flight."""
@@ -119,6 +121,14 @@ def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int
         elif span.end > span.start:
             runs.append((version, span.end - span.start))
     return tuple(runs) or None
+
+
+def unknown_path_error(engine: str) -> EngineRejected:
+    """Build the error for a replica whose previous weights cannot be restored."""
+    return EngineRejected(
+        f"{engine}: the previous weights cannot be restored because their path is unknown (another program may have loaded them); load "
+        "weights again or restart the engine"
+    )
 
 
 def list_updatable_replicas(engine: Engine | None) -> list[UpdatableReplica]:

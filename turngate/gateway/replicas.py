@@ -169,20 +169,20 @@ class ReplicaSet:
         for one, result in zip(each, results, strict=True):
             if result.detail == _NOT_TRIED or (load.is_adapter and not result.ok):
                 after.append(msgspec.structs.replace(result, has=before.version))
-            elif result.ok:
-                after.append(await _try_on(one, before, undo))
-            else:  # partly loaded: the replica is marked as down, and its frozen calls must not continue on these weights
+                continue
+            undone = await _try_on(one, before, undo) if result.ok else result
+            if not undone.ok:  # the replica is marked as down, and its frozen calls must not continue on these weights
                 with contextlib.suppress(TurngateError):
                     await one.abort_all()
-                after.append(result)
+            after.append(undone)
         return after
 
     async def restore(self, one: UpdatableReplica, before: PolicyWeights) -> None:
-        """Load the previous weights into a replica again."""
-        if before.path:
-            await one.load(before, frozen=self.is_frozen)
-        else:
+        """Load the previous weights into a replica again. If another program loaded them, this fails and marks the replica as down."""
+        if before.version == 0 or before.is_adapter:
             await one.reload_initial_weights(frozen=self.is_frozen)
+        else:
+            await one.load(before, frozen=self.is_frozen)
 
     async def undo_unfinished_load(self, present: int) -> None:
         """Load the current version again into replicas that have the newer model of an unfinished load."""

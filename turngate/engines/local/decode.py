@@ -1,6 +1,6 @@
 """One step for all sampling slots: the network, the draw, and the state between steps. It runs in the worker's thread.
 
-`Decoder` runs on a CPU and computes only the sampling slots. `graphs.GraphDecoder` runs on a GPU.
+`Decoder` runs on a CPU, and `graphs.GraphDecoder` on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turngate.types import ID_DTYPE, Ids, Logprobs
 
 
 class SlotStart(msgspec.Struct, frozen=True):
-    """The state in which a slot starts sampling: its last id, the position of that id, and its sampling settings."""
+    """The state in which a slot starts sampling. `token` is its last id, at `position`. `drawn` counts the tokens drawn so far."""
 
     slot: int
     token: int

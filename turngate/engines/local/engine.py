@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from turngate.common.aio import run_to_completion
 from turngate.engines.base import Chunk, Generate, Health, VersionRuns, refuse_top_logprobs
 from turngate.engines.local.cache import KeyValues, Slots
 from turngate.engines.local.decode import Decoder
@@ -34,7 +35,8 @@ from turngate.engines.local.weights import load as load_model
 from turngate.engines.local.weights import load_into
 from turngate.engines.local.worker import SamplingOrder, Worker
 from turngate.engines.sampling_mask import build_masks
-from turngate.errors import ConfigError, ContextOverflow, EngineRejected, EngineUnavailable
+from turngate.engines.weights import unknown_path_error
+from turngate.errors import ConfigError, ContextOverflow, EngineError, EngineRejected, EngineUnavailable
 from turngate.types import ID_DTYPE, Ids, SideArray
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ class LocalEngine:
         self._paused = False
         self._version: int | None = None  # version of the weights, if known
         self._expected: int | None = None
+        self._has_weights = True  # False after a failed load, which may leave a mix of old and new weights
         self.reports_weights = True
 
     def __repr__(self) -> str:
@@ -126,7 +129,7 @@ class LocalEngine:
 
     async def health(self) -> list[Health]:
         detail = self._why_unavailable()
-        wrong = self._expected is not None and self._expected != self._version
+        wrong = not self._has_weights or (self._expected is not None and self._expected != self._version)
         if wrong:
             detail = detail or f"weight version {self._expected} is not loaded; repeat POST /admin/weights"
         return [
@@ -219,12 +222,7 @@ class LocalEngine:
         await self._load(weights.path, weights.version)
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
-        if self._folder is None:
-            raise EngineRejected(
-                f"{self.name} cannot restore its initial weights because it shares its model with the trainer; "
-                "restore them in the trainer"
-            )
-        await self._load(self._folder, None)
+        await self._load(self._folder or "", None)
 
     async def abort_all(self) -> None:
         self._worker.abort_all()
@@ -236,17 +234,39 @@ class LocalEngine:
         self._expected = None if weights is None else weights.version
 
     async def _load(self, folder: str | Path, version: int | None) -> None:
+        """Load a model. If this fails or is cancelled after weights may have changed, reject calls until another load succeeds."""
+        if not folder:
+            self._reject_calls()
+            raise unknown_path_error(self.name)
         async with self.updating(version):
             try:
-                await asyncio.to_thread(load_into, self.model, folder)
-            except ConfigError as error:
+                await run_to_completion(asyncio.to_thread(load_into, self.model, folder))
+            except ConfigError as error:  # raised before any weight is changed
                 raise EngineRejected(f"{self.name}: {error.message}") from None
+            except BaseException as error:
+                self._reject_calls()
+                if not isinstance(error, RuntimeError | MemoryError):
+                    raise
+                why = str(error).partition("\n")[0] or "out of memory"
+                raise EngineError(
+                    f"{self.name}: the weights in {folder} may have been loaded only partly ({why}); load weights again "
+                    "or restart the engine"
+                ) from error
+        self._has_weights = True
+
+    def _reject_calls(self) -> None:
+        self._has_weights = False
+        self._worker.abort_all()
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _why_unavailable(self) -> str:
-        if self._worker.broken or self._state == "started":
+        if self._worker.broken:
             return self._worker.broken
+        if not self._has_weights:
+            return "its last weight update failed, so it may have the wrong weights; load weights again or restart the engine"
+        if self._state == "started":
+            return ""
         return "the local engine was closed" if self._state == "closed" else "the local engine was not started"
 
     def build_order(self, request: Generate) -> SamplingOrder:
@@ -266,7 +286,7 @@ class LocalEngine:
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
             raise EngineRejected(
-                f"{self.name}: id {wrong} is outside the model's vocabulary of {vocabulary}; use the model's own tokenizer"
+                f"{self.name}: id {wrong} is outside the model's vocabulary of {vocabulary} tokens; use the model's own tokenizer"
             )
         room = self.max_context - prompt.size
         if room < 1:

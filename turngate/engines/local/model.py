@@ -1,11 +1,11 @@
 """The network: dense Llama, Qwen2 and Qwen3 models, in one class that the trainer and the engine share.
 
-The trainer uses `Model.forward`: padded or packed rows in, scores out, with gradients. The trainer and the engine share `Model.run`, which
-runs the layers over ids of any shape, with the caller's attention function. The engine's attention function reads and writes the engine's
-cache (`cache.py`), so sampling and training can use the same parameters without a copy.
+Both call `Model.run`, which runs the layers over ids of any shape, with the caller's attention function. The engine's attention function
+reads and writes the engine's cache (`cache.py`), so sampling and training can use the same parameters without a copy. `Model.forward` is a
+simpler interface: it takes padded or packed rows, and returns their logits.
 
 Parameters that are multiplied by the same input form one matrix (queries, keys and values; gate and up), because the speed of a small model
-depends on the number of operations, not on their size. `weights.py` translates to and from the names in Hugging Face folders.
+depends more on the number of operations than on their size. `weights.py` translates to and from the names in Hugging Face folders.
 """
 
 from __future__ import annotations

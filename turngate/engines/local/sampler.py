@@ -1,7 +1,7 @@
-"""The sampler: scores → ids, with the log-probabilities of the distribution that was sampled.
+"""Sample ids from scores, and return their log-probabilities in the distribution that was sampled.
 
 Each row is sampled with one random number, which depends only on the call's seed and on how many tokens the call has sampled, not on the
-batch. A call without adjustments needs only `draw`, which can run in a CUDA graph. Adjustments of the distribution (`Adjustment`) are
+batch. A call without adjustments needs only `draw`, which can run in a CUDA graph. Adjustments to the distribution (`Adjustment`) are
 applied before `draw`, row by row.
 """
 

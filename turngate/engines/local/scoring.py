@@ -1,4 +1,4 @@
-"""The scoring interface (`engines/scoring.py`) for a model in this process, such as a teacher or a reference model."""
+"""Score tokens (`engines/scoring.py`) with a model in this process, such as a teacher or a reference model."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class LocalScoring:
         shape = self._model.shape
         if len(ids) > shape.context:
             raise ContextOverflow(
-                f"{self.name}: the row has {len(ids)} tokens, but the model has a context of {shape.context}"
+                f"{self.name}: the row has {len(ids)} tokens, but the model has a context of {shape.context} tokens"
             )
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocabulary:
             wrong = int(ids[(ids < 0) | (ids >= shape.vocabulary)][0])
             raise EngineRejected(
-                f"{self.name}: id {wrong} is outside the model's vocabulary of {shape.vocabulary}; use the model's own tokenizer"
+                f"{self.name}: id {wrong} is outside the model's vocabulary of {shape.vocabulary} tokens; use the model's own tokenizer"
             )
         if any(start < 1 for start, _ in spans):
             raise EngineRejected(f"{self.name}: the first token of a row has no context, so it cannot be scored")

@@ -75,9 +75,10 @@ def read_shape(folder: Path) -> Shape:
         config = msgspec.json.decode(path.read_bytes(), type=_Config)
     except OSError as error:
         raise ConfigError(f"model folder: {path} cannot be read ({error.strerror})", param="model_folder") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"model folder: {path} is not a valid model configuration: {error}", param="model_folder"
+            f"model folder: {path} is not the configuration of a model that the local engine supports ({', '.join(_MODEL_TYPES)}): {error}",
+            param="model_folder",
         ) from None
     if config.model_type not in _MODEL_TYPES:
         raise _make_error(path, f"model_type {config.model_type!r} (only {', '.join(_MODEL_TYPES)})")

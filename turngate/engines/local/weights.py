@@ -6,11 +6,11 @@ parameters under the names that a folder uses, without copying them, so that the
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -55,8 +55,8 @@ def load_into(model: Model, folder: str | Path) -> None:
     if (other := read_shape(folder)) != model.shape:
         wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
         raise ConfigError(
-            f"model folder: {folder} does not match the loaded model: they differ in {', '.join(wrong)}; "
-            "load weights of the same model",
+            f"model folder: the model in {folder} differs from the loaded model in "
+            f"{', '.join(map(repr, wrong))}; load weights of the same model",
             param="model_folder",
         )
     state = _state(model, folder, model.dtype)
@@ -104,6 +104,12 @@ def save(model: Model, folder: str | Path, source: str | Path | None = None) -> 
     new.replace(folder / _WEIGHTS)  # atomic: readers see the old file or the new one
 
 
+class _Index(msgspec.Struct, frozen=True):
+    """The index of a model with several safetensors files."""
+
+    weight_map: dict[str, str]  # the file of each tensor
+
+
 class _Folder:
     """The tensors of a model folder by name, whichever file contains them."""
 
@@ -113,11 +119,11 @@ class _Folder:
         index = folder / _INDEX
         try:
             if index.is_file():
-                self._files = json.loads(index.read_text())["weight_map"]
+                self._files = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
             else:
                 with safe_open(folder / _WEIGHTS, "pt") as file:
                     self._files = dict.fromkeys(file.keys(), _WEIGHTS)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"model folder: the weights in {folder} cannot be read ({error})", param="model_folder"
             ) from None

@@ -1,7 +1,7 @@
 """The sampling thread. It uses no event loop: calls arrive in a queue, and results leave in batches (`outbox.py`).
 
 The thread repeats this loop: run commands (new calls, aborts, holds, end) → place waiting calls into slots → fill (compute a bounded part
-of the prompts) → step (one token id for every slot that samples) → flush. The Python cost of a step does not grow with the number of slots,
+of the prompts) → step (one token id for every slot that samples) → flush. The Python cost of a step hardly grows with the number of slots,
 because the slots' state is in numpy arrays.
 """
 
@@ -362,7 +362,7 @@ class Worker:
     # ── failures ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _handle_failure(self, error: Exception) -> None:
-        """Fail the calls of a failed step. Waiting calls are kept, unless steps fail repeatedly or the device is lost."""
+        """Fail all running calls after an error. Waiting calls are kept, unless errors occur repeatedly or the device is lost."""
         self._failures += 1
         log.error("the local engine failed: %s", error, exc_info=error)
         self._pending.clear()
@@ -396,8 +396,9 @@ def _build_adjustment(row: int, order: SamplingOrder, ids: Ids) -> Adjustment:
 def _explain(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return (
-            "the local engine is out of GPU memory; use fewer slots or a shorter context, or free memory on the device"
+            "the local engine is out of GPU memory; use fewer slots or a shorter context (engine_slots, max_context), or free memory on "
+            "the device"
         )
     if isinstance(error, MemoryError):
-        return "the local engine is out of memory; use fewer slots or a shorter context"
+        return "the local engine is out of memory; use fewer slots or a shorter context (engine_slots, max_context)"
     return f"the local engine failed: {type(error).__name__}: {error}"

@@ -151,7 +151,7 @@ class AnthropicRelay(StreamingRelay):
         else:
             written = _translate(request, frozenset()).body
             body = {name: written[name] for name in ("model", "system", "messages", "tools") if name in written}
-        return (await self._request("/v1/messages/count_tokens", body, _Count, request)).input_tokens
+        return (await self._request_count("/v1/messages/count_tokens", body, _Count, request)).input_tokens
 
     def _path(self, request: RelayRequest) -> str:
         return "/v1/messages"
@@ -344,8 +344,8 @@ def _thinking(
 class _Answer:
     """A collector that turns the events of one reply into chunks.
 
-    With `keep_verbatim`, the turn is also kept in the endpoint's format, because an agent of a different dialect may not send all of it
-    back.
+    With `keep_verbatim`, a turn that contains thinking is also kept in the endpoint's format, because an agent of a different dialect may
+    not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:

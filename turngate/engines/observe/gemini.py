@@ -159,7 +159,7 @@ class GeminiRelay(StreamingRelay):
             written = _translate(request, frozenset(), logprobs=False).body
             fields = {name: written[name] for name in ("systemInstruction", "contents", "tools") if name in written}
             body = {"generateContentRequest": {"model": model, **fields}}
-        return (await self._request(f"/models/{_model(request)}:countTokens", body, _Count, request)).total_tokens
+        return (await self._request_count(f"/models/{_model(request)}:countTokens", body, _Count, request)).total_tokens
 
     def _path(self, request: RelayRequest) -> str:
         return f"/models/{_model(request)}:streamGenerateContent?alt=sse"
@@ -185,7 +185,7 @@ def _find_spelling(body: dict[str, Any], name: str) -> str:
 
 
 def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
-    """Override the token limit and sampling in the agent's body, and request log-probabilities if `logprobs` is set."""
+    """Return the agent's body with the overrides of the session, and with log-probabilities requested if `logprobs` is set."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body)}
     config_name = _find_spelling(body, "generationConfig")
     config: dict[str, Any] = {**parse_fields(config_name, bytes(body.get(config_name, b"null")))}
@@ -250,7 +250,7 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
 
 
 def _contents(history: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> list[Json]:
-    """Translate the messages. Consecutive tool results are merged, because the API requires all results of a turn in one content."""
+    """Translate the messages. Consecutive tool results are merged, because the API requires all results of a turn in one `Content`."""
     contents: list[dict[str, Any]] = []
     answering = False
     for entry in history:
@@ -317,7 +317,7 @@ def _shape(constraint: Constraint | None) -> dict[str, Json]:
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the thinking settings. Thoughts are requested and recorded unless thinking is off or the endpoint has rejected them."""
+    """Build the thinking settings. They request thoughts unless thinking is off. Return {} if the endpoint has rejected such settings."""
     thinks, effort = wants_thinking(request.call), reasoning_effort(request.call)
     optional["thinkingLevel"] = ("thinkinglevel", "thinking_level", "thinking level")
     optional["thinking"] = ("thinkingconfig", "thinking_config", "thinking is not", "thinkingbudget", "thinking_budget")

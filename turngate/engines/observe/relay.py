@@ -14,9 +14,16 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import EngineClient, Reply
+from turngate.engines.http import EngineClient, Reply, map_errors
 from turngate.engines.observe.translate import SHRINKS, RejectedFields, RelayBody, select_headers, shrink_to_fit
-from turngate.errors import ContextOverflow, EngineRejected, EngineUnavailable, TurngateError
+from turngate.errors import (
+    ContextOverflow,
+    EngineNotFound,
+    EngineRejected,
+    EngineUnavailable,
+    NotFound,
+    TurngateError,
+)
 from turngate.types import Finish
 
 T = TypeVar("T")
@@ -37,7 +44,7 @@ class AnswerCollector(Protocol):
 async def stream_answer(
     endpoint: str, answer: AnswerCollector, reply: Reply, batches: AsyncIterator[list[bytes]]
 ) -> AsyncGenerator[RelayChunk, None]:
-    """Yield the answer in chunks. The events of one read are merged.
+    """Yield the answer in chunks. Chunks from the same read are merged where possible.
 
     If an event is an error or is invalid, the output that precedes it is yielded before the error is raised.
     """
@@ -46,7 +53,8 @@ async def stream_answer(
         failure: TurngateError | None = None
         for data in batch:
             try:
-                chunk = answer.add(data)
+                with map_errors(endpoint):  # for JSON inside an event
+                    chunk = answer.add(data)
             except TurngateError as error:
                 failure = error
                 break
@@ -62,7 +70,9 @@ async def stream_answer(
                 del failure  # the error's traceback refers to this frame; a cycle would keep the request in memory
     if answer.finish is None:
         raise EngineUnavailable(f"{endpoint} ended its reply before the generation finished")
-    yield answer.end()
+    with map_errors(endpoint):
+        end = answer.end()
+    yield end
 
 
 def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
@@ -147,12 +157,17 @@ class StreamingRelay:
                     raise
                 request, shrinks = smaller, shrinks - 1
 
-    async def _request(self, path: str, body: object, shape: type[T], request: RelayRequest) -> T:
-        """Send a request, and decode the JSON reply as `shape`."""
-        async with self._client.post(path, msgspec.json.encode(body), select_headers(request, self.dialect)) as reply:
-            async for [data] in reply.whole():
-                reply.finished = True
-                return self._client.decode(msgspec.json.Decoder(shape).decode, data)
+    async def _request_count(self, path: str, body: object, shape: type[T], request: RelayRequest) -> T:
+        """Request a token count, and decode the JSON reply as `shape`. Raise `NotFound` if the endpoint answers with 404 or 405."""
+        headers = select_headers(request, self.dialect)
+        try:
+            async with self._client.post(path, msgspec.json.encode(body), headers) as reply:
+                async for [data] in reply.whole():
+                    reply.finished = True
+                    return self._client.decode(msgspec.json.Decoder(shape).decode, data)
+        except EngineNotFound as error:
+            # Not all endpoints can count tokens. An unknown model may have the same status, so the endpoint's message is included.
+            raise NotFound(f"this endpoint did not count the tokens ({error.message}); estimate them instead") from None
         raise AssertionError("`Reply.whole` always yields one batch with one event")
 
     async def _probe(self, path: str) -> list[Health]:

@@ -1,13 +1,14 @@
 """Observe mode: relay calls to OpenAI's Responses API, `/v1/responses`.
 
 A `responses` call is forwarded as the agent sent it, with these exceptions: the session may override settings (model, token limit,
-sampling), a stream is always requested, and items and tools are changed as described below. Calls of other dialects are translated, and the
-provider is asked not to store them. Text is recorded, and with `capture="logprobs"` also its log-probabilities. The key is sent only in the
-`Authorization` header.
+sampling), a stream is always requested, and items, tools and `include` are changed as described below. Calls of other dialects are
+translated, and the provider is asked not to store them. Text is recorded, and with `capture="logprobs"` also its log-probabilities. The
+key is sent only in the `Authorization` header.
 
 Items that a `responses` call refers to by id are sent in full, because the provider does not know the gateway's ids. Item ids that the
-gateway created are removed, and encrypted items get back the id that the provider gave them. Tools that run at the provider are
-removed, because the gateway cannot forward their items. Encrypted reasoning is requested unless the endpoint has rejected such a request.
+gateway created are removed, and encrypted items get back the id that the provider gave them. Tools for web search and image generation are
+removed, because they run at the provider, and the gateway cannot forward their items. Encrypted reasoning is requested unless the endpoint
+has rejected such a request.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from turngate.engines.observe.translate import (
     translate_sampling,
     wants_thinking,
 )
-from turngate.errors import BadRequest, EngineError, EngineNotFound, EngineRejected, NotFound, TurngateError
+from turngate.errors import BadRequest, EngineError, EngineRejected, TurngateError
 from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -152,10 +153,7 @@ class ResponsesRelay(StreamingRelay):
         else:
             body = _translate(request, frozenset(), logprobs=False).body
         body = {name: body[name] for name in _COUNTED if name in body}
-        try:
-            return (await self._request("/responses/input_tokens", body, _Count, request)).input_tokens
-        except EngineNotFound as error:  # not all endpoints of this dialect can count tokens
-            raise NotFound(f"this endpoint did not count the tokens ({error.message}); estimate them instead") from None
+        return (await self._request_count("/responses/input_tokens", body, _Count, request)).input_tokens
 
     def _path(self, request: RelayRequest) -> str:
         return "/responses"
@@ -170,7 +168,7 @@ class ResponsesRelay(StreamingRelay):
 
 
 def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
-    """Override the model, token limit, sampling and capture fields, restore items, and remove tools that run at the provider."""
+    """Apply the session's settings, request a stream, extend `include`, restore items, and remove tools that run at the provider."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     for name in _SOCKET_FIELDS:
         body.pop(name, None)
@@ -215,7 +213,7 @@ def _optional_includes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _restore_item(raw: msgspec.Raw) -> Json:
-    """Remove an id and a placeholder that the gateway created for an item. Restore the id and encrypted content that the endpoint sent."""
+    """Remove an item's id or placeholder if the gateway created it. Restore the id and encrypted content that the endpoint sent."""
     if b"_tg" not in bytes(raw) and b'"encrypted_content"' not in bytes(raw):
         return raw
     item = msgspec.json.decode(raw)
@@ -345,8 +343,8 @@ def _thinking(
 class _Answer:
     """A collector that turns the events of one reply into chunks.
 
-    With `keep_verbatim`, the turn is also kept in the endpoint's format, because an agent of a different dialect may not send all of it
-    back.
+    With `keep_verbatim`, a turn that must be sent back unchanged is also kept in the endpoint's format, because an agent of a different
+    dialect may not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -427,7 +425,7 @@ class _Answer:
                 self._fault = f"{self._client.engine} withheld the answer ({reason})"
 
     def _failure(self, event: _Event) -> TurngateError:
-        """Build the error for a failure event. Its details may be in any of three fields."""
+        """Build the error for a failure event, which may hold the details in any of three places."""
         inside = event.response.error if event.response is not None else msgspec.Raw()
         bare = msgspec.json.encode({"code": event.code, "message": event.message or "unknown error"})
         error = next((raw for raw in (event.error, inside) if is_present(raw)), msgspec.Raw(bare))

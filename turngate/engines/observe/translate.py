@@ -87,14 +87,16 @@ def read_messages(request: RelayRequest, clean_id: Callable[[str], str] = str) -
     messages: list[RelayMessage] = []
     calls: dict[str, tuple[str, str]] = {}  # the agent's id of a call → the endpoint's id, and the tool's name
     taken: set[str] = set()
+    verbatim = {index: _verbatim.decode(stored) for index, stored in request.verbatim.items()}
+    fixed = {its for own in verbatim.values() for its in own.ids}  # these ids cannot be renamed
     for index in range(len(history.raws)):
-        stored = request.verbatim.get(index)
-        own = _verbatim.decode(stored) if stored else None
+        own = verbatim.get(index)
         for message in history.decode(index):
             if message.unsupported:
                 raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
             if message.role == "assistant":
-                ids = [_make_unique(clean_id(c.id), taken) for c in message.tool_calls] if own is None else own.ids
+                new_ids = (_make_unique(clean_id(call.id), taken, fixed) for call in message.tool_calls)
+                ids = list(new_ids) if own is None else own.ids
                 for call, its in zip(message.tool_calls, ids, strict=False):
                     calls[call.id] = its, call.name
                 renamed = [msgspec.structs.replace(c, id=its) for c, its in zip(message.tool_calls, ids, strict=False)]
@@ -109,10 +111,10 @@ def read_messages(request: RelayRequest, clean_id: Callable[[str], str] = str) -
     return messages
 
 
-def _make_unique(call_id: str, taken: set[str]) -> str:
+def _make_unique(call_id: str, taken: set[str], fixed: set[str]) -> str:
     """Make a tool-call id unique. Some agents use the same ids in every turn, but most endpoints require unique ids."""
     unique, number = call_id, len(taken)
-    while unique in taken:
+    while unique in taken or unique in fixed:
         unique, number = f"{call_id}_{number}", number + 1
     taken.add(unique)
     return unique
@@ -140,7 +142,7 @@ def reasoning_effort(call: Call) -> str:
 
 
 def wants_thinking(call: Call) -> bool | None:
-    """Return whether the agent wants the model to think, or None if the request does not specify it."""
+    """Return whether the agent wants the model to think, or None if the request does not say."""
     if reasoning_effort(call):
         return reasoning_effort(call) != "none"
     enabled = call.template_hints.get("enable_thinking")
@@ -184,7 +186,8 @@ def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]
     unsupported = [name for name in values if name not in names]
     if unsupported:
         raise EngineRejected(
-            f"this session pins sampling settings that {endpoint} does not support ({', '.join(unsupported)}); open a session without them"
+            f"this session pins sampling settings that the {endpoint} endpoint does not support ({', '.join(unsupported)}); open a session "
+            "without them"
         )
     return {names[name]: value for name, value in values.items()}
 
@@ -194,7 +197,7 @@ def translate_sampling(
 ) -> tuple[dict[str, Json], list[str]]:
     """Return the agent's non-neutral sampling settings under the endpoint's `names`, and a list of the settings that are left out.
 
-    A setting is left out if `names` lacks it, or if its name is in `without`, the fields that the endpoint has rejected.
+    A setting is left out if `names` lacks it, or if the endpoint's name for it is in `without`, the fields that the endpoint has rejected.
     """
     values = {name: value for name, value in call.sampling.items() if value != NEUTRAL[name]}
     translated = {names[name]: value for name, value in values.items() if name in names and names[name] not in without}
