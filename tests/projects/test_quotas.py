@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from typing import Any
 
@@ -119,6 +120,35 @@ async def test_a_cut_off_holder_keeps_to_what_it_has(store: Store, monkeypatch: 
     holder.keeper._table = store.quotas
     holder.refresh()
     await holder.quota.require_tokens()
+
+
+def test_failing_project_is_named_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Other projects may have no quotas, so that their refresh does not need the store."""
+    failing, healthy = Holder(store.quotas, Quotas()), ProjectQuota("free", Metrics(), lambda: 0)
+    keeper, parts = failing.keeper, _Parts()
+
+    def read_limits(project: str) -> Quotas:
+        if project == "p":
+            raise StoreError("away")
+        return Quotas()
+
+    def refresh_all() -> None:
+        failing.refresh()
+        keeper.refresh(healthy, parts)
+
+    read_before = keeper._read_limits
+    keeper._read_limits = read_limits
+    with caplog.at_level(logging.WARNING, "turngate"):
+        for _ in range(3):
+            refresh_all()
+        assert [record.getMessage() for record in caplog.records] == [
+            "cannot refresh the quotas of project p: away; this gateway keeps the share that it already has"
+        ]
+        keeper._read_limits = read_before
+        refresh_all()
+        keeper._read_limits = read_limits
+        refresh_all()
+    assert len(caplog.records) == 2  # a new outage
 
 
 async def use_up(g: Running, client: Json) -> str:

@@ -1,9 +1,9 @@
 """Check API keys against the store.
 
-A gateway keeps a copy of the keys in memory. A lookup first renews the copy if it is at least a second old.
+A gateway keeps a copy of the keys in memory. Outside a cell, a lookup first renews the copy if it is at least a second old.
 
 A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies the key in lists and in the audit log. The store contains
-only a hash of the whole key.
+the prefix and a hash of the whole key, but not the key itself.
 """
 
 from __future__ import annotations

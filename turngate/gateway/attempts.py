@@ -55,7 +55,7 @@ class Attempts:
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[RecordedOutcome]:
         """Mark an attempt as superseded, even if its session was never opened. If the session is open, cancel it.
 
-        `session` is the id that was chosen for the session, if known. An attempt that has an outcome is not changed.
+        `session` is the id that was chosen for the session, if known. An attempt that has an outcome is not superseded.
         """
         row, outcome = self._table.supersede(rollout, attempt, session or self._find_unnamed(rollout))
         if row.session:

@@ -62,7 +62,7 @@ class Events:
                 follower.set()
 
     def close(self) -> None:
-        """End all followers when the gateway stops or the project is deleted. After a restart, they can continue where they stopped."""
+        """End all followers. Call this before the gateway stops, or after the project has been deleted."""
         self._closed = True
         for followers in self._followers.values():
             for follower in followers:
@@ -81,7 +81,10 @@ class Events:
         return self._log.knows(session)
 
     def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[GatewayEvent]:
-        """Return up to `limit` events after number `after`, oldest first, of one session or (if `session` is empty) of all sessions."""
+        """Return up to `limit` events after number `after`, oldest first.
+
+        If `session` is empty, return events of all sessions and of the gateway.
+        """
         return self._log.page(session, after, limit)
 
     def _read_page(self, session: str, after: int) -> list[GatewayEvent]:
@@ -98,10 +101,10 @@ class Events:
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[list[GatewayEvent], None]:
-        """Yield pages of the events after number `after`, of one session or of all sessions, until `close`. An empty page is a keep-alive.
+        """Yield pages of the events after number `after`, until `close`. An empty page is a keep-alive.
 
-        With `wait=False`, stop after the last event. If `after` is higher than the newest number, it does not belong to this store, so the
-        events are read from the beginning.
+        If `session` is empty, yield the events of all sessions and of the gateway. With `wait=False`, stop after the last event. If `after`
+        is higher than any event number of this store, it comes from another store, so start with the oldest event.
         """
         if after > self._log.newest():
             after = 0
@@ -133,7 +136,7 @@ class Events:
     async def wait_for(self, find: Callable[[], T | None], seconds: float, *, woken_by: str) -> T | None:
         """Call `find` until it returns a value other than None, and return this value.
 
-        `find` is called again whenever the session or topic `woken_by` is woken, or another worker has written an event. Return None after
+        `find` is called again whenever the session or topic `woken_by` is woken, or another process has written an event. Return None after
         `seconds`, or after `close`.
         """
         end = time.monotonic() + seconds
@@ -152,7 +155,7 @@ class Events:
         """Wait for a change in the log. Return True if there may be one, or False after `seconds` without one.
 
         With `polls`, also check the log regularly, since other processes cannot wake this follower. A follower of one session need not
-        poll, because the session's worker writes all its events. In a local store, a check takes only microseconds.
+        poll, because it runs in the worker that writes all events of the session. In a local store, a check takes only microseconds.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:

@@ -11,8 +11,8 @@ that ends lets another one in, so the load of the engines does not drop. A gatew
 
 If several cells use the same engines, each cell has a part of every project's share (`cell_parts.py`). The next call in a cell comes from
 the project with the fewest running calls relative to the cell's part. While another cell has a waiting call that would fit within that
-other cell's part, a project that already runs its full part in this cell starts no new call when one of its calls ends. This frees room at
-the engines for the other cell.
+other cell's part, a project that runs more than its part in this cell starts no new call when one of its calls ends. This frees room at the
+engines for the other cell.
 """
 
 from __future__ import annotations

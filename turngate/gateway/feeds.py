@@ -4,8 +4,8 @@
     a trainer reads past a number   ──► rows from the stored traces, group advantages, current staleness    (deliveries.py)
     the trainer commits a number    ──► a restarted trainer continues from there
 
-Deliveries are built in a thread with its own database connection, since a group of long traces takes a while. A feed that starts with
-earlier outcomes is filled in steps, so that turns can run in between.
+Deliveries are built in a thread with its own database connection, since reading the long traces of a group takes a while. A feed that
+starts with earlier outcomes is filled in steps, so that turns can run in between.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Feeds:
         self.wake()
 
     def close_group(self, group: str) -> dict[str, int]:
-        """Complete a group that will receive no more rollouts. Return the number of the resulting delivery in each feed."""
+        """Complete a group that will receive no more rollouts. Return the numbers of the resulting deliveries, by feed."""
         closed = dict(self._log.close_group(group))
         self.wake()
         self._events.wake("")

@@ -1,8 +1,8 @@
 """The policy version, and the fence at which calls wait during an update: pause → load weights → resume at version n.
 
 Every turn passes the fence before it generates, and reads the version again with each chunk that it receives. A new version arrives in one
-of two ways. If the weights are *replaced*, calls in flight continue with the new weights. If the engine serves the new weights under a new
-*model name* (an adapter), calls in flight stay with the model they began with.
+of two ways. If the weights of the engine's own model are *replaced*, its calls in flight continue with the new weights. If the engine
+serves the new weights under a new *model name* (an adapter), calls in flight stay with the model they began with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Fence:
         self.version = version
         self.model = model  # the name under which the engine serves this version; empty: its own model
         self.valid_until = math.inf  # on `fence_clock`; after this, the fence admits no calls (`shared_fence.py`)
-        self._replaced = 0  # the newest version whose weights replaced the old ones
+        self._own_version = 0 if model else version  # the newest version of the engine's own model
+        self._adapters = {version} if model else set[int]()  # the versions that were served under a model name
         self._open = asyncio.Event()
         self._open.set()
         self._in_flight = 0
@@ -55,7 +56,7 @@ class Fence:
 
     def version_now(self, begun_at: int) -> int:
         """Return the version whose weights now generate the reply to a call that began at version `begun_at`."""
-        return max(begun_at, self._replaced)
+        return begun_at if begun_at in self._adapters else max(begun_at, self._own_version)
 
     async def enter(self) -> None:
         """Wait while the fence is paused, then count the call as in flight until `leave`."""
@@ -83,7 +84,10 @@ class Fence:
         """Raise `Conflict` if the fence cannot resume at this version and model."""
         if version is None:
             if model is not None:
-                raise Conflict("version is missing; set it to the policy version of the model", param="version")
+                raise Conflict(
+                    "version is missing, but model is set; set version to the policy version of that model",
+                    param="version",
+                )
             return
         if version < self.version:
             raise Conflict(
@@ -108,10 +112,12 @@ class Fence:
         self.check(version, model)
         if version is None:
             return
-        if model is None and version > self.version:
-            self._replaced = version
         self.version = version
         self.model = self.model if model is None else model
+        if self.model:
+            self._adapters.add(version)
+        else:
+            self._own_version = version
 
     def resume(self, version: int | None = None, model: str | None = None) -> None:
         self.set(version, model)

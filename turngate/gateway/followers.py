@@ -1,4 +1,4 @@
-"""Wait until each cell that follows the shared store has carried out a change or can no longer serve."""
+"""Wait until each process that follows the shared fence has carried out a change or can no longer serve."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def wait_for_followers(table: FenceTable, epoch: int) -> None:
     late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
     if late:
         log.warning(
-            "cells that have not confirmed a change: %s; each of them holds calls until it reaches the shared store again",
+            "some cells have not confirmed a change and hold their calls until they reach the shared store again: %s",
             ", ".join(late),
         )
     await asyncio.to_thread(table.prune, _PRUNE_S)

@@ -1,7 +1,7 @@
 """Check, record and answer calls to host tools.
 
 A call is recorded before it is answered. If the tool has `wait_s`, the call waits up to that long for the host's answer. The agent always
-receives a reply: at the latest when the wait is over, or when the session or the gateway ends.
+receives a reply or an error, at the latest when the wait is over, the session ends or the gateway stops.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HostTools:
             if tool.name == name:
                 return tool
         names = ", ".join(tool.name for tool in session.config.tools)
-        raise NotFound(f"unknown tool {name!r}; this session has {names or 'no tools'}")
+        raise NotFound(f"unknown tool {name!r}; this session has {f'these tools: {names}' if names else 'no tools'}")
 
     async def call(self, session: Session, name: str, body: bytes, idempotency_key: str = "") -> bytes:
         """Call a tool and return its reply as JSON. Repeating the call with the same idempotency key returns the same reply."""
@@ -122,7 +122,7 @@ class HostTools:
         return [ToolCallRecord(call.call, call.tool, call.called) for call in calls]
 
     def list_calls(self, session: Session, after: int = 0, limit: int = 100) -> list[ToolCallView]:
-        """Return up to `limit` host-tool calls of a session that follow call number `after`, oldest first."""
+        """Return up to `limit` of a session's host-tool calls after call number `after`, oldest first."""
         return [describe_call(session, call) for call in self._calls.page(session.key, after, limit)]
 
 

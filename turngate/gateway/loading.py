@@ -1,13 +1,13 @@
 """Load traces in slices, so that other calls do not wait until a long trace is loaded.
 
-    a call of an evicted session ─► slice ─► other calls ─► slice ─► … ─► the trace is in memory, and the call continues
+    a call to an evicted session ─► slice ─► other calls ─► slice ─► … ─► the trace is in memory, and the call continues
 
 The first request for a session after a restart loads it in the same way. So does a request that ends an evicted session, because the reply
 describes the session.
 
-Slices run on the event loop. Together, the slices of all projects take about 2 ms of CPU time, however many traces are being loaded. Then
-they give way to everything else that is ready. They do not run in a thread, because a thread might have to wait for the interpreter lock
-at each row of a trace while the loop is busy.
+Slices run on the event loop. The slices of all projects share about 2 ms of CPU time, however many traces are being loaded, and then give
+way to everything else that is ready. They do not run in a thread, because a thread might have to wait for the interpreter lock at each row
+of a trace while the loop is busy.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class TimeSlicer:
-    """Runs jobs in slices. Together, the slices of all jobs take about `slice_s` seconds of CPU time, then give way to other work.
+    """Runs jobs in slices. The slices of all jobs share about `slice_s` seconds of CPU time, then give way to other work.
 
-    A turn needs many iterations of the event loop, and would wait for a slice in each of them if the slices did not give way. Jobs of
-    `run`, which turns may wait for, alternate with jobs of `call`, however many jobs of `call` there are.
+    A turn needs many iterations of the event loop. It would wait for slices in each of them if these gave way for only one iteration. Jobs
+    of `run`, which turns may wait for, alternate with jobs of `call`, however many jobs of `call` there are.
     """
 
     def __init__(self, slice_s: float = _SLICE_S) -> None:
@@ -161,8 +161,8 @@ class TraceLoader:
     async def load(self, session: Session, *, even_if_ended: bool = False) -> None:
         """Load the trace of an evicted session, unless the session has ended. Calls that wait for the same trace share one load.
 
-        With `even_if_ended`, also load the trace of a session that has ended. Raise `StoreError` if the trace cannot be read; the next call
-        tries again.
+        With `even_if_ended`, also load the trace of a session that has ended. Raise `NotFound` if the session was deleted, and
+        `StoreError` if the trace cannot be read; the next call tries again.
         """
         session.waiting_for_trace += 1  # otherwise, it might be evicted again before this call continues
         try:

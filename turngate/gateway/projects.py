@@ -42,7 +42,7 @@ _MAX_WEIGHT = 1000.0
 
 
 class Projects:
-    """The projects of a gateway. A change takes effect in `ring` immediately, and in other processes within seconds."""
+    """The projects of a gateway. A change takes effect in this process immediately, and in others within seconds."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Projects:
         if all(row.name != project for row in self._table.list_projects()):
             raise unknown_project(project)
         if not scopes:
-            raise BadRequest(f"scopes is empty; choose from {', '.join(SCOPE_NAMES)}", param="scopes")
+            raise BadRequest(f"'scopes' is empty; choose from {', '.join(SCOPE_NAMES)}", param="scopes")
         if len(note) > _MAX_NOTE:
             raise BadRequest(f"note must have at most {_MAX_NOTE} characters, not {len(note)}", param="note")
         secret, prefix, digest = new_key()

@@ -1,7 +1,7 @@
-"""Build the prompt of a call: locate the call in the session's trace and render only its new messages.
+"""Build the prompt of a call: locate the call in the session's trace and, if possible, render only its new messages.
 
-These are the `locate` and `render` steps of `turn.py`. They do no I/O. So that other calls do not wait, a large number of new messages is
-compared with the trace in slices, and a large prompt is rendered in a thread.
+These are the `locate` and `render` steps of `turn.py`. They do no I/O. So that other calls do not wait, the meanings of many new messages
+are computed in slices, and many or long messages are rendered in a thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_INLINE_MESSAGES = 256  # new messages; more are compared in slices and rend
 
 
 class Preamble(msgspec.Struct, frozen=True):
-    """The tools and template arguments with which all prompts of a conversation begin, and a digest of their meaning."""
+    """The tools and template arguments of a call, and a digest of their meaning."""
 
     digest: bytes
     tools: tuple[Tool, ...]
@@ -67,7 +67,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class _ToolSet(msgspec.Struct):
-    """Decoded tools, the last preamble that was built from them, and the other inputs of that preamble."""
+    """Decoded tools, a preamble built from them, and that preamble's other inputs."""
 
     tools: tuple[Tool, ...]
     digest: bytes
@@ -77,7 +77,7 @@ class _ToolSet(msgspec.Struct):
 
 
 class PromptBuilder:
-    """Builds prompts. It caches decoded tools, since agents send the same tools with every call."""
+    """Builds prompts. It caches decoded tools, since agents usually send the same tools with every call."""
 
     def __init__(self, slicer: TimeSlicer | None = None) -> None:
         self._slicer = slicer or TimeSlicer()
@@ -106,7 +106,7 @@ class PromptBuilder:
             return _render(session, location, preamble, renderer)
 
     async def _compute_meanings(self, session: Session, request: RequestMessages) -> None:
-        """Compute, in slices, the meanings of messages that were not in a recent request of the session. `request` keeps the meanings."""
+        """If many messages do not repeat a recent request of the session, compute their meanings in slices and keep them in `request`."""
         start = session.trace.count_repeated(request)
         if len(request) - start > _MAX_INLINE_MESSAGES:
             await self._slicer.run(partial(_compute_slice, request, iter(range(start, len(request)))))
@@ -155,7 +155,7 @@ class _reject_deep_nesting:  # lowercase because it is used like a function
     def __exit__(self, kind: type[BaseException] | None, _: object, __: object) -> None:
         if kind is not None and issubclass(kind, RecursionError):
             field = _MESSAGES_FIELD.get(self._call.dialect, "messages")
-            raise BadRequest(f"{field} is nested too deeply; use fewer levels", param=field) from None
+            raise BadRequest(f"a value in {field} is nested too deeply; use fewer levels", param=field) from None
 
 
 def _compute_slice(request: RequestMessages, indexes: Iterator[int], seconds: float) -> bool:

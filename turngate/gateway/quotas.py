@@ -75,13 +75,14 @@ class ProjectQuota:
         if self._is_full:
             raise QuotaExceeded(
                 f"project {self.project!r} stores {self.stored_bytes:,} bytes and has used up its quota of "
-                f"{self.limits.stored_bytes:,} (stored_bytes); delete or prune old sessions (`turngate prune`), or ask the "
-                f"operator to raise the quota: `turngate projects change {self.project} --stored-bytes N`"
+                f"{self.limits.stored_bytes:,} (stored_bytes); delete old sessions, or ask the operator to prune them "
+                f"(`turngate prune`) or to raise the quota (`turngate projects change {self.project} --stored-bytes N`)"
             )
         self._require_answer()
+        plural = "" if self.limits.live_sessions == 1 else "s"
         raise QuotaExceeded(
-            f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
-            "(live_sessions); seal or cancel some of them, or ask the operator to raise the quota: "
+            f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live session{plural} "
+            "(live_sessions); seal or cancel a session, or ask the operator to raise the quota: "
             f"`turngate projects change {self.project} --live-sessions N`"
         )
 
@@ -132,7 +133,7 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 
 class _Parts:
-    """The parts of one project's quotas that this process has taken, when to renew them, and when to measure what the project stores."""
+    """This process's part of one project's daily token quota, and the times at which the project's quotas are next refreshed."""
 
     def __init__(self) -> None:
         self.day = 0
@@ -140,12 +141,13 @@ class _Parts:
         self.base = 0.0  # the value of `metrics.sampled_tokens` when this process first saw the day
         self.renew_at = 0.0
         self.measure_at = 0.0
+        self.is_away = False  # whether the last refresh failed
 
 
 class QuotaKeeper:
     """Takes this process's parts of all projects' quotas from the store, in a background thread, until `stop` is called.
 
-    That thread calls `connect` to open its quota table.
+    The thread calls `connect` to open the quota table.
     """
 
     def __init__(
@@ -162,7 +164,6 @@ class QuotaKeeper:
         self._quotas: dict[str, tuple[ProjectQuota, _Parts]] = {}
         self._need = threading.Event()
         self._stopping = False
-        self._is_away = False
         self._thread = threading.Thread(target=self._run, name="turngate-quotas", daemon=True)
 
     def add(self, quota: ProjectQuota) -> None:
@@ -211,12 +212,16 @@ class QuotaKeeper:
             self._refresh_tokens(quota, part, limits.tokens_per_day)
             self._refresh_sessions(quota, part, limits.live_sessions)
             self._refresh_bytes(quota, part, limits.stored_bytes)
-            self._is_away, quota.store_error = False, ""
+            part.is_away, quota.store_error = False, ""
         except TurngateError as error:
             quota.store_error = error.message
-            if not self._is_away:
-                log.warning("cannot take more quota: %s; using what was already taken", error.message)
-            self._is_away = True
+            if not part.is_away:
+                log.warning(
+                    "cannot refresh the quotas of project %s: %s; this gateway keeps the share that it already has",
+                    quota.project,
+                    error.message,
+                )
+            part.is_away = True
         finally:
             quota.wake()
 
@@ -251,7 +256,10 @@ class QuotaKeeper:
         part.renew_at = now + HOLD_S / 3
 
     def _refresh_bytes(self, quota: ProjectQuota, part: _Parts, limit: int | None) -> None:
-        """Measure how much a project stores: every few seconds, and on every refresh while its quota is used up."""
+        """Measure how much a project stores, if it has a quota for that.
+
+        This happens every few seconds or, while the quota is used up, on every refresh.
+        """
         now = self._clock()
         if limit is None or (now < part.measure_at and quota.stored_bytes < limit):
             return

@@ -1,4 +1,4 @@
-"""Record turns: first durably in the store, then in the session's trace, then in metrics, events and logs.
+"""Record turns: first durably in the store with their events, then in the session's trace, then in metrics and logs.
 
 The order matters: a trace that is ahead of the store could not be restored after a crash.
 """
@@ -107,7 +107,7 @@ class TurnRecorder:
         return sampled.id
 
     def _report(self, draft: TurnDraft, message: Message, sampled: Sampled, facts: dict[str, Json]) -> None:
-        """Report a recorded turn in the metrics, the span, the events and the log."""
+        """Report a recorded turn in the metrics, the span and the log, and wake the followers of its events."""
         session, finish, prompt_size = draft.session, sampled.info.finish, sampled.parent.length
         self._metrics.count_turn(draft.call.dialect, session.config.mode, finish, prompt_size, sampled.size)
         if sampled.info.cached >= 0:
@@ -126,7 +126,7 @@ class TurnRecorder:
             )
 
     def mark_undelivered(self, session: Session, node_id: int) -> None:
-        """Record that the last byte of a turn did not reach the agent. The turn itself is already recorded."""
+        """Record that the last byte of a turn's answer did not reach the agent. The turn itself is already recorded."""
         if session.is_evicted:
             session.outdate_load()  # a load in progress may already have read the turn
         else:
@@ -149,7 +149,7 @@ class TurnRecorder:
         self._events.wake(session.id)
 
     def _record_answer(self, draft: TurnDraft, sampled: Sampled) -> None:
-        """Mark refused calls as answered if they have the same conversation as this turn. If that fails, they still count as refused."""
+        """Mark refused calls as repeated if they have the same conversation as this turn. If that fails, they still count as refused."""
         session = draft.session
         if session.trace.refused is None or sampled.info.finish == "abort":
             return

@@ -122,7 +122,10 @@ class ReplyArchive:
 
 
 class SessionReplies:
-    """The replies that one request of a session may refer to. At most `max_bytes` of items are read to resolve the request's references."""
+    """The replies that one request of a session may refer to.
+
+    `max_bytes` limits the total size of the items that are read to resolve references to single items.
+    """
 
     __slots__ = ("_archive", "_max_bytes", "_parts", "_read_bytes", "_session")
 
@@ -146,7 +149,7 @@ class SessionReplies:
         return call.store
 
     async def add(self, call: Call, done: Done, record: ReplyRecord) -> None:
-        """Store a complete reply before its end is delivered, if the call asks for that."""
+        """Store a complete reply if the call requests this. The end of the reply must not have been delivered yet."""
         if call.store:
             await self._archive.add(self._session, done.node, record, call.history)
 
@@ -157,8 +160,8 @@ class SessionReplies:
             self._read_bytes += sum(map(len, items))
             if self._read_bytes > self._max_bytes:
                 raise TooLarge(
-                    f"input: the responses that its item references refer to have more than {self._max_bytes} bytes (the limit is set by "
-                    "max_body_mb); send the referenced items themselves, or continue with previous_response_id",
+                    f"input: the responses that contain the referenced items have more than {self._max_bytes} bytes in total (the limit "
+                    "is set by max_body_mb); send the referenced items themselves, or continue with previous_response_id",
                     param="input",
                 )
             known = self._parts[reply_id, part] = index_items(items)

@@ -64,7 +64,7 @@ class SessionPruner:
             else:
                 self._report_damaged(result.damaged)
                 if result.removed:
-                    log.info("number of sessions removed because they are older than session_days: %d", result.removed)
+                    log.info("sessions removed because they ended more than session_days ago: %d", result.removed)
                     with suppress(RuntimeError):  # the loop has ended
                         loop.call_soon_threadsafe(self._events.wake, "")
 
@@ -72,7 +72,7 @@ class SessionPruner:
         for reason in reasons:
             if reason not in self._reported:
                 self._reported.add(reason)
-                log.warning("not removing a session and its group: %s (see docs/retention.md)", reason)
+                log.warning("%s; the session and its group are not removed (see docs/retention.md)", reason)
 
     def _prune(self) -> PruneResult:
         before = time.time() - self._age_s

@@ -17,8 +17,8 @@ _TRAINING_TEMPERATURE = 1.0
 def pin_for_training(sampling: Mapping[str, Json], mode: Mode, bias: str = "neutral") -> dict[str, Json]:
     """Return the session's `sampling`, with a temperature for training added if it has none.
 
-    Otherwise, the agent's temperature would apply, and many agents ask for 0. Nothing is added for an observed endpoint, or for a session
-    that records the sampling that the agent asks for.
+    Without one, the agent's temperature would apply, and many agents ask for 0. Nothing is added for an observed endpoint, or for a session
+    that applies the agent's own sampling and records the bias (`bias="record"`).
     """
     if mode == "observe" or bias == "record":
         return dict(sampling)

@@ -1,7 +1,7 @@
 """Open, find, seal, cancel and delete sessions.
 
-`Sessions` keeps this worker's open sessions in memory. `eviction.py` drops the traces of idle sessions, `housekeeping.py` seals idle
-sessions, and `stale_sessions.py` cancels sessions that no feed can use any more.
+`Sessions` keeps a worker's open sessions in memory from their first use on. `eviction.py` drops the traces of idle sessions,
+`housekeeping.py` seals idle sessions, and `stale_sessions.py` cancels sessions that no feed can use any more.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Sessions:
         check_rollout(config.rollout)
         if config.attempt > 1 and not config.rollout:
             raise BadRequest(
-                "an attempt greater than 1 needs the name of its rollout; also set 'rollout'", param="rollout"
+                f"attempt {config.attempt} needs the name of its rollout; also set 'rollout'", param="rollout"
             )
         for field, wrong in find_faults(config.signals):
             raise BadRequest(f"{field}: {wrong}", param=field)
@@ -227,12 +227,12 @@ class Sessions:
     def find_idle(self, now: float, idle_s: float) -> list[str]:
         """Return the ids of the open sessions that have had no call for `idle_s` seconds.
 
-        For a session that has had no call since this worker started, the time counts from the worker's start.
+        For a session that has not been loaded since this worker started, the time counts from the worker's start.
         """
         return [session_id for session_id in self._secret_of if self.is_idle(session_id, now, idle_s)]
 
     def is_idle(self, session_id: str, now: float, idle_s: float) -> bool:
-        """Return whether an open session has had no call for `idle_s` seconds. A session is not idle while a call is loading it."""
+        """Return whether an open session has had no call for `idle_s` seconds. A session that is busy or is being loaded is not idle."""
         live = self._live.get(session_id)
         if live is not None:
             return not live.busy and now - live.last_used > idle_s
@@ -306,9 +306,9 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight, because the cell may no longer serve.
+        """Abort all calls in flight, because the cell must stop serving for now.
 
-        Agents repeat these calls, which then wait until the cell serves again.
+        Agents retry these calls, which then wait until the cell serves again.
         """
         await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
 

@@ -3,8 +3,8 @@
 The gateway on the shared store changes the list (`SharedEngineList`), and every cell follows it (`FollowedEngineList`). A gateway or a cell
 uses its configured engines and the listed ones. The state of an engine in the list applies to all gateways and cells.
 
-A change raises the epoch of the shared fence (`shared_fence.py`), so that cells read the list again after their next report. The gateway
-waits until each cell has carried out the change or can no longer serve.
+A change raises the epoch of the shared fence (`shared_fence.py`), so that cells read the list again after their next report to the store.
+The gateway waits until each cell has carried out the change or can no longer serve.
 """
 
 from __future__ import annotations

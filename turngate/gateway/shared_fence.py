@@ -2,8 +2,8 @@
 
 Calls wait at the fence during weight updates (`fence.py`). The gateway on the shared store changes the fence (`SharedBarrier`), and every
 cell follows it (`FenceFollower`). After a change, the gateway waits until each follower has carried it out or can no longer serve. A
-follower may serve only for `ttl_s` seconds after it sent its last report, so the gateway waits at most that long for a cell that cannot be
-reached. By then, that cell holds new calls and has aborted its calls in flight.
+follower may serve only for `ttl_s` seconds after it sent its last successful report, so the gateway waits at most that long for a cell
+that cannot be reached. By then, that cell holds new calls and has aborted its calls in flight.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DRIFT = 0.02  # share of the ttl by which a follower stops early, since two clo
 
 
 class SharedBarrier:
-    """The fence of all cells, which the gateway on the shared store controls. `local` is that gateway's own fence."""
+    """The fence that all cells share. The gateway on the shared store controls it. `local` is that gateway's own fence."""
 
     def __init__(
         self, local: LocalBarrier, fence: Fence, state: FenceState, replicas: ReplicaSet, table: FenceTable
@@ -222,7 +222,7 @@ class FenceFollower:
         return shared, self._table.list_calls(self._id, _FRESH) if calls else []
 
     async def _carry_out(self, shared: SharedFence) -> bool:
-        """Apply the shared engine list, stage and version in this process. Return False if calls in flight still have to end first."""
+        """Apply the shared engine list, stage and version in this process. Return False while a drain waits for calls in flight."""
         if self._engines is not None and shared.epoch != self._epoch:
             await self._engines.follow()
         if shared.stage != "open":

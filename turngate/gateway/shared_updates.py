@@ -1,4 +1,4 @@
-"""Weight updates of all cells, at the gateway on the shared store.
+"""Weight updates for all cells, run by the gateway on the shared store.
 
 The gateway holds the calls of every cell, loads the weights into every listed engine, and resumes the calls at the new version. If the
 first engine rejects the weights, the old version remains active. If a later engine rejects them, that engine is taken out of service, the

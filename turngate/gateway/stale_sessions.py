@@ -1,6 +1,6 @@
 """Cancel sessions whose tokens were sampled at policy versions that are too old for every feed.
 
-The runner of a cancelled rollout is notified by an event, and can start a new rollout immediately.
+The runner of a cancelled rollout is notified by an event, and can start a new attempt immediately.
 """
 
 from __future__ import annotations

@@ -112,9 +112,8 @@ class TurnPipeline:
     async def run(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         """Run one turn, from request to `Done`, and emit its events in batches.
 
-        `emit` is a callback because nested async generators would cost more than all other bookkeeping of a turn. Cancelling the task
-        aborts the turn, and so does an exception from `emit`; aborted turns are recorded. The times that the call spends waiting are stored
-        in `timing`.
+        `emit` is a callback because nested async generators are slower. Cancelling the task aborts the turn, and so does an exception from
+        `emit`. A turn that is aborted during generation is recorded. The times that the call spends waiting are stored in `timing`.
         """
         self.admit(session, call)
         try:
@@ -136,7 +135,7 @@ class TurnPipeline:
         return len((await self._prompts.build(session, call, renderer)).ids)
 
     def model_name(self, session: Session, call: Call) -> str:
-        """Return the model name that the session or the gateway sets, or else the name that the agent sent."""
+        """Return the session's model name, the name of the gateway's only model, or the name that the agent sent, in this order."""
         served = self._settings.models
         return session.config.model or (served[0] if len(served) == 1 else call.model)
 
@@ -152,7 +151,7 @@ class TurnPipeline:
         if session.vocabulary != self._settings.vocabulary:
             raise Conflict(
                 "the gateway's tokenizer has changed since this session was opened; restart the gateway with "
-                "its earlier settings, or open a new session"
+                "the earlier tokenizer, or open a new session"
             )
         session.last_used = clock.now()
         names = (session.config.model,) if session.config.model else self._settings.models
@@ -214,7 +213,7 @@ class TurnPipeline:
             self._fence.leave()
 
     async def _pass_fence(self, session: Session, timing: CallTiming) -> None:
-        """Wait while calls are held: during a weight update, or while a cell has no lease. The session's time limit still applies."""
+        """Wait while calls are held: during a weight update, or while the cell has no lease. The session's time limit still applies."""
         if self._fence.admits:
             await self._fence.enter()  # without waiting
             return
@@ -228,7 +227,7 @@ class TurnPipeline:
             timing.held_s += time.perf_counter() - began
 
     def _end_at_limit(self, session: Session, limit: str) -> list[ReplyEvent]:
-        """Record the reached limit, and return a final reply that looks normal, since agents would retry an empty or failed reply.
+        """Record which limit was reached, and return a final reply that looks normal, since agents would retry an empty or failed reply.
 
         If the session is configured with `at_limit="conflict"`, raise `Conflict` instead of returning a reply.
         """

@@ -1,1 +1,1 @@
-"""A cell: the gateway of one machine, which ships its sessions to the shared store and serves only while it holds a lease there."""
+"""A cell: one machine's gateway, which ships its sessions to the shared store and serves only while it holds a lease there."""

@@ -30,7 +30,7 @@ class CellKeyRing(KeyRing):
     def find_prefix(self, prefix: str) -> ApiKey | None:
         if not self._permit.is_held:
             raise LeaseLapsed(
-                "this cell does not hold its lease at the shared store, so it cannot check keys; retry in a moment"
+                "this cell does not currently hold a lease from the shared store, so it cannot check keys; retry in a moment"
             )
         return super().find_prefix(prefix)
 
@@ -67,5 +67,8 @@ class KeyFollower:
             self._is_away = False
         except TurngateError as error:
             if not self._is_away:
-                log.warning("cannot read the API keys: %s; using the keys that were read last", error.message)
+                log.warning(
+                    "cannot read the API keys: %s; the cell keeps retrying and, in the meantime, uses the keys that it read last",
+                    error.message,
+                )
             self._is_away = True

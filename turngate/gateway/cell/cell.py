@@ -146,7 +146,7 @@ class Cell:
             shipper.stop(0)
 
     async def start(self, sessions: Sessions, url: str) -> None:
-        """Cancel the sessions that belong to an earlier id of this cell, and start watching the lease.
+        """Cancel this worker's sessions that belong to an earlier id of the cell, and start watching the lease.
 
         Worker 0 first acquires the lease and starts shipping.
         """

@@ -30,7 +30,7 @@ def create_lease_file(data: Path) -> None:
 
 
 class LeaseFile:
-    """The lease file: the cell's id, the deadline of its lease on `lease_clock`, and the term.
+    """The lease file: the cell's id and whether it is registered, the deadline of the lease (in `lease_clock` time), and the term.
 
     The term counts the ids that the cell has had since it started.
     """
@@ -64,7 +64,7 @@ class LeaseFile:
         self._deadline[0] = deadline
 
     def start_over(self, cell: str) -> None:
-        """Replace the id. Workers notice the new term, and cancel the sessions of the old id before they serve again."""
+        """Replace the id, and end the lease. Workers notice the new term, and cancel the sessions of the old id before they serve again."""
         self.write(-math.inf, registered=False)
         self._map[_ID_AT : _ID_AT + 32] = cell.encode()
         self._numbers[_TERM] += 1

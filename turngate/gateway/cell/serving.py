@@ -38,7 +38,7 @@ class ServingPermit:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the cell stops serving if the lease is not renewed; 0 if it is not serving."""
+        """Seconds until this worker stops serving if the lease is not renewed; 0 if it is not serving."""
         return max(0.0, self._file.deadline - self._clock()) if self.is_held else 0.0
 
     @property
@@ -62,7 +62,7 @@ class ServingPermit:
         """Raise `LeaseLapsed` unless the lease is held."""
         if not self.is_held:
             raise LeaseLapsed(
-                "this cell does not hold its lease at the shared store, so it cannot accept this request; retry in a moment"
+                "this cell does not currently hold a lease from the shared store, so it cannot accept this request; retry in a moment"
             )
 
     async def wait(self) -> None:
@@ -137,7 +137,7 @@ class ServingGuard:
                 self.permit.wake()
             elif was_held:
                 log.warning(
-                    "this cell no longer has a lease; aborting calls in flight; new calls wait until it has one again"
+                    "this cell no longer holds its lease; calls in flight are aborted, and new calls wait until it holds a lease again"
                 )
                 await self.interrupt_calls()
             was_held = is_held
