@@ -281,13 +281,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
-        """The number of layers and of experts per token that `routed_experts` sets, or None if it is `auto` or empty."""
+        """The number of layers and the number of experts per token that `routed_experts` sets, or None if it is `auto` or empty."""
         found = EXPERT_SHAPE.fullmatch(self.routed_experts)
         return None if found is None else (int(found[1]), int(found[2]))
 
     @property
     def folder(self) -> Path:
-        """The local folder for the admin key and, unless the data is in a shared store, for all recorded data."""
+        """The data folder or, if the data is in a shared store, the local folder for files such as the admin key."""
         return parse_database_url(self.data).folder if self.is_shared else Path(self.data)
 
     @property
@@ -304,7 +304,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self._check_engine_urls()
         if self.capture not in OBSERVED_ENGINES.get(self.engine, (self.capture,)):
             raise ConfigError(
-                f"capture must be {' or '.join(OBSERVED_ENGINES[self.engine])} for the engine {self.engine!r}, "
+                f"capture must be one of {', '.join(OBSERVED_ENGINES[self.engine])} for the engine {self.engine!r}, "
                 f"not {self.capture!r}",
                 param="capture",
             )
@@ -318,8 +318,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self._check_local()
         if self.engine in ("vllm", "sglang", "gate") and not self.tokenizer:
             raise ConfigError(
-                f"tokenizer is not set; the engine {self.engine!r} needs the model's tokenizer; set --tokenizer to a folder, or to a model "
-                "in the Hugging Face cache",
+                f"tokenizer is not set, but the engine {self.engine!r} needs the model's tokenizer; set --tokenizer to a folder, or to a "
+                "model in the Hugging Face cache",
                 param="tokenizer",
             )
         if self.engine == "vllm" and not self.model:
@@ -345,16 +345,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"rest_s must be 0 (no limit) or greater, not {self.rest_s}", param="rest_s")
         if not 1 <= self.workers <= 256:
             raise ConfigError(
-                f"workers must be between 1 and 256, not {self.workers}; more than one per core does not help",
+                f"workers must be between 1 and 256, not {self.workers}",
                 param="workers",
             )
         self._check_mismatch()
         for name in ("event_days", "session_days"):
             if not getattr(self, name) >= 0:
-                kept = name.removesuffix("_days") + "s"
-                raise ConfigError(
-                    f"{name} must be 0 (keep all {kept}) or greater, not {getattr(self, name)}", param=name
-                )
+                raise ConfigError(f"{name} must be 0 (no limit) or greater, not {getattr(self, name)}", param=name)
         if self.archive and not self.session_days:
             raise ConfigError(
                 "'archive' has no effect without session_days; set session_days to the number of days after which sessions are removed",
@@ -413,8 +410,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             check_engine_url(url, "engine_url")
         if self.engine == "scripted" and self.engine_url:
             raise ConfigError(
-                "engine_url cannot be set with the engine 'scripted' (the default), which has no server; pass --engine, such as "
-                "--engine vllm, or remove --engine-url",
+                "engine_url cannot be set with the engine 'scripted' (the default), which has no server; pass a different "
+                "engine, such as --engine vllm, or remove --engine-url",
                 param="engine_url",
             )
         if self.engine in OBSERVED_ENGINES and len(self.engine_url) > 1:
@@ -426,7 +423,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _check_routed_experts(self) -> None:
         if not (self.routed_experts == "auto" or EXPERT_SHAPE.fullmatch(self.routed_experts)):
             raise ConfigError(
-                "routed_experts must be auto or LAYERSxEXPERTS, such as 48x8 (layers of the model, experts per token), "
+                "routed_experts must be auto or LAYERSxEXPERTS, such as 48x8 (48 layers, 8 experts per token), "
                 f"not {self.routed_experts!r}",
                 param="routed_experts",
             )
@@ -530,7 +527,7 @@ def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
     """Return the error for a script that the scripted engine cannot read."""
     if path == REFERENCE_SCRIPT:
         return ConfigError(
-            f"script {path!r} works only with `turngate run`, and with `turngate batch` without --ray; pass a JSON file with a list of "
+            f"script {path!r} works only with `turngate run` and, without --ray, with `turngate batch`; pass a JSON file with a list of "
             "replies",
             param="script",
         )

@@ -87,7 +87,7 @@ class Forbidden(TurngateError):
 
 
 class TooManyRequests(TurngateError):
-    """The caller is sending requests too fast. The next request may succeed after `wait_s` seconds."""
+    """The caller has made too many requests, or has too many streams open. The next request may succeed after `wait_s` seconds."""
 
     boundary = "client"
     status = 429
@@ -221,7 +221,7 @@ class StoreError(TurngateError):
 
 
 class SandboxError(TurngateError):
-    """The sandbox failed. Unless a subclass says otherwise, the agent is not at fault, and the error does not affect the reward."""
+    """The sandbox failed. Unless a subclass says otherwise, the agent is not at fault and is not penalized."""
 
     boundary = "sandbox"
     kind = "sandbox_error"
@@ -249,7 +249,7 @@ class SandboxStuck(SandboxGone):
 
 
 class SandboxTooLarge(SandboxError):
-    """Processes in the sandbox wrote more data, to files or as output, than the sandbox's limits allow."""
+    """Files in the sandbox or the output of its processes exceed a limit, such as the sandbox's limit on disk space."""
 
     retry_safe = False
 

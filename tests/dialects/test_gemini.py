@@ -397,7 +397,7 @@ def test_invalid_bodies(body: bytes) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"contents": []}, {"contents": None}])
 def test_missing_contents(body: Json) -> None:
-    with pytest.raises(BadRequest, match="contents must contain at least one content"):
+    with pytest.raises(BadRequest, match="contents must not be empty"):
         decode(body)
 
 

@@ -52,7 +52,7 @@ def test_long_text_calls_no_function_for_each_character(text: bytes) -> None:
         without_lone_surrogates(b'"%b\\ud800"' % (text * 1000))
     finally:
         sys.setprofile(None)
-    assert len(calls) < 10, calls[:20]
+    assert len(calls) < 100, calls[:20]  # one for each piece of text would be 1000 or more
 
 
 def test_unknown_dialect_of_stored_data_is_named() -> None:

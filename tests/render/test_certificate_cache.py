@@ -76,6 +76,26 @@ def test_stop_tokens_in_generation_config_are_certified_again(folder: Path, tmp_
     assert other in after.stop_ids and len(records(tmp_path)) == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "not valid JSON"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b'{"eos_token_id": "</s>"}', "eos_token_id must be an integer or a list, not a string"),
+        (b'{"eos_token_id": [null]}', "must be an integer, not null"),
+        (b'{"eos_token_id": true}', "eos_token_id must be an integer or a list, not a boolean"),
+        (b'{"eos_token_id": -1}', "eos_token_id must be an integer of at least 0"),
+    ],
+    ids=range(8),
+)
+def test_damaged_generation_config_is_reported(folder: Path, text: bytes, problem: str) -> None:
+    (folder / "generation_config.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"generation_config.json is .*{problem}"):
+        load_renderer(folder)
+
+
 def test_damaged_record_is_ignored(folder: Path, tmp_path: Path) -> None:
     _, certificate = load_renderer(folder)
     (record,) = records(tmp_path)
@@ -93,7 +113,7 @@ def test_unwritable_cache_is_ignored(folder: Path, tmp_path: Path) -> None:
 def test_invalid_tokenizer_folder_is_reported(folder: Path) -> None:
     for text in ("{}", "[]", '{"model": {"type": "BPE"}}', '{"model": 3, "added_tokens": [{}]}'):
         (folder / "tokenizer.json").write_text(text)
-        with pytest.raises(ConfigError, match="is not a valid tokenizer file"):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json or the tokenizer_config\.json beside it is not valid"):
             load_renderer(folder)
     with pytest.raises(ConfigError, match="does not exist"):
         load_renderer(folder / "nowhere")

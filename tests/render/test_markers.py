@@ -66,7 +66,7 @@ def test_declared_tokens_are_used(fast: bool | None, change: Any, gap: int, tmp_
         (TEMPLATE, declare(*ROLES[:1], ROLES[3], start=20_000), r"writes '<\|assistant\|>', '<\|user\|>'"),
         (TEMPLATE, declare(*ROLES, start=300), r"writes '<\|assistant\|>'"),  # ids of ordinary tokens
         ("{{ bos_token }}" + TEMPLATE.replace("<|end|>", "<|im_end|>"), {"bos_token": "<bos>"}, "'<bos>'"),
-        ("{% for m in messages %}{% endfor %}", {}, "does not write the text of messages"),
+        ("{% for m in messages %}{% endfor %}", {}, "leaves out the assistant's answer"),
         ("{{ raise_exception('never') }}", {}, r"two questions and an answer \(never\)"),
     ],
 )

@@ -400,6 +400,38 @@ def test_a_damaged_archive_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("column", "raised", "problem"),
+    [("id", ConfigError, "sessions-.* cannot be read"), ("secret", StoreError, "sessions-.* is damaged")],
+)
+def test_a_damaged_page_of_an_archive_is_noticed(
+    column: str, raised: type[Exception], problem: str, tmp_path: Path
+) -> None:
+    from pyarrow import parquet
+
+    store, loaded, archive = Store(tmp_path / "data"), Store(tmp_path / "loaded"), tmp_path / "archive"
+    for name in "ab":
+        finish_rollout(store, name, "")
+        (file,) = prune(store, LATER, archive).files
+    group = parquet.ParquetFile(file).metadata.row_group(0)
+    (chunk,) = (c for n in range(group.num_columns) if (c := group.column(n)).path_in_schema == column)
+    content = bytearray(file.read_bytes())
+    content[chunk.data_page_offset : chunk.data_page_offset + 8] = b"\xff" * 8
+    file.write_bytes(content)
+    with pytest.raises(raised, match=problem) as error:
+        load_archive(archive, loaded)
+    if raised is StoreError:
+        assert "1 session was added before this error and kept" in str(error.value) and ids(loaded) == ["a"]
+        assert load_archive(archive, loaded, ["a"]) == (0, 1)
+    else:
+        finish_rollout(store, "c", "")
+        with pytest.raises(ConfigError, match=problem):
+            prune(store, LATER, archive)
+        assert ids(store) == ["c"]
+    store.close()
+    loaded.close()
+
+
 def test_a_damaged_session_does_not_block_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, loaded, archive = Store(tmp_path / "data"), Store(tmp_path / "loaded"), tmp_path / "archive"
     for name in "abc":

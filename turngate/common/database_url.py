@@ -13,7 +13,7 @@ from turngate.errors import ConfigError
 
 _SCHEMES = ("postgresql", "postgres")
 _PROJECTS = "projects"
-ENCODE_HINT = "percent-encode special characters in the user and the password (% as %25, @ as %40, / as %2F)"
+ENCODE_HINT = "percent-encode special characters in the user name and the password (% as %25, @ as %40, / as %2F)"
 _PROJECT_PATH = re.compile(rf"/?([^/]+)/{_PROJECTS}/([a-z0-9](?:[a-z0-9-]{{0,38}}[a-z0-9])?)/?")
 
 

@@ -35,7 +35,8 @@ class Owner(msgspec.Struct, frozen=True):
     def gone(self) -> bool:
         """Whether the process has certainly ended.
 
-        False if it belongs to another machine or container, because its state there is unknown.
+        False if the process belongs to another machine or container, where its state is unknown. After a reboot of this machine, True for
+        all processes that it ran before.
         """
         here = current_owner()
         if self.host != here.host or (self.boot == _UNKNOWN) != (here.boot == _UNKNOWN):

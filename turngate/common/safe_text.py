@@ -13,7 +13,7 @@ _REPLACEMENTS = {
 
 
 def sanitize(text: str) -> str:
-    """Replace control characters, direction marks and lone surrogates with visible text. Keep newlines and tabs."""
+    """Replace control characters, direction marks, line separators and lone surrogates with visible text. Keep newlines and tabs."""
     return text.translate(_REPLACEMENTS)
 
 

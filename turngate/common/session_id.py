@@ -21,5 +21,6 @@ def resolve_session_id(wanted: str, known: Sequence[str]) -> str:
     matches = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]
     if len(matches) == 1:
         return matches[0]
-    problem = f"is a prefix of {len(matches)} ids; pass a longer prefix" if matches else "is not recorded here"
-    raise NotFound(f"session {wanted!r} {problem}; the newest session is {known[0]}")
+    if matches:
+        raise NotFound(f"{wanted!r} is a prefix of {len(matches)} session ids; pass a longer prefix")
+    raise NotFound(f"session {wanted!r} is not recorded here; the newest session is {known[0]}")

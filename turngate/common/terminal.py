@@ -44,7 +44,7 @@ def say(to: Console, text: str | Text, style: str = "") -> None:
 
 
 class LiveDisplay(ABC):
-    """A live progress display on a terminal. If the output is not a terminal, subclasses print plain lines instead."""
+    """A live progress display on a terminal. If the output is not a terminal, subclasses may print plain lines instead."""
 
     def __init__(self, to: Console) -> None:
         self._console = to

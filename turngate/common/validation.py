@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import os
 import re
 import tomllib
 import types
@@ -90,6 +92,19 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("a value is nested too deeply") from None
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. Raise `ValueError` if it is invalid or nested too deeply for the parser."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("a value is nested too deeply") from None
+
+
+def path_exists(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path exists. Unlike `Path.exists`, return False if the path is too long for the file system."""
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def suggestion(name: str, known: list[str]) -> str:

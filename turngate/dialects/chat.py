@@ -347,7 +347,7 @@ def _refuse_unsupported(request: ChatRequest) -> None:
             "stream_options", "can only be set if stream is true; set stream to true, or leave stream_options out"
         )
     if is_given(request.audio):
-        raise field_error("audio", "is not supported; this gateway returns text only")
+        raise field_error("audio", "is not supported, because the gateway returns only text; leave it out")
     if request.modalities and request.modalities != ["text"]:
         raise field_error("modalities", "must be ['text']; no other modality is supported")
     if is_given(request.web_search_options):

@@ -91,7 +91,7 @@ def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
     definition = wire.get(kind)
     name = definition.get("name") if isinstance(definition, dict) else None
     if not isinstance(name, str) or not name:
-        raise BadRequest(f"{where}.{kind}.name is missing or is not a string", param=f"{where}.{kind}.name")
+        raise BadRequest(f"{where}.{kind}.name must be a non-empty string", param=f"{where}.{kind}.name")
     if kind == "custom":
         return _decode_custom_tool(wire["custom"], name, f"{where}.custom")
     return Tool(name, require_shallow(wire, where))

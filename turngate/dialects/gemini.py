@@ -197,7 +197,9 @@ def _decode_request(wire: WireRequest) -> GeminiRequest:
     try:
         request = read_fields(wire.body, "The body")
     except BadRequest as error:
-        raise BadRequest(f"The body is not a JSON object: {error.message.removeprefix('The body: ')}") from None
+        raise BadRequest(
+            f"The body cannot be decoded as a JSON object: {error.message.removeprefix('The body: ')}"
+        ) from None
     if wire.verb == "count" and "generateContentRequest" in request:
         request = read_fields(request["generateContentRequest"], "generateContentRequest")
     if "cachedContent" in request:
@@ -209,7 +211,7 @@ def _decode_history(request: GeminiRequest, wire: WireRequest) -> GeminiHistory:
     new = map(bytes, read_items(request["contents"], "contents")) if "contents" in request else ()
     contents = [*wire.known_items, *new]
     if not contents:
-        raise field_error("contents", "must contain at least one content")
+        raise field_error("contents", "must not be empty")
     system = request.get("systemInstruction")
     return GeminiHistory(contents, b"" if system is None else build_system_content(system), before=wire.history)
 
@@ -251,7 +253,9 @@ def _refuse_unsupported(config: _Config) -> None:
         raise field_error(f"{_CONFIG_FIELD}.responseModalities", "must contain only TEXT")
     for name, value in (("speechConfig", config.speech_config), ("imageConfig", config.image_config)):
         if value is not None:
-            raise field_error(f"{_CONFIG_FIELD}.{name}", "is not supported; this gateway returns text only")
+            raise field_error(
+                f"{_CONFIG_FIELD}.{name}", "is not supported, because the gateway returns only text; leave it out"
+            )
     if config.continuation_token:
         raise field_error(f"{_CONFIG_FIELD}.continuationToken", "is not supported; leave it out")
     if config.max_output_tokens is not None and config.max_output_tokens < 1:
@@ -305,7 +309,7 @@ def _decode_calling_config(request: GeminiRequest) -> tuple[str, dict[str, None]
     mode = read_field(calling, "mode", str, "AUTO", _CALLING).upper()
     allowed = dict.fromkeys(read_field(calling, "allowedFunctionNames", list[str], [], _CALLING))
     if mode not in ("AUTO", "MODE_UNSPECIFIED", "ANY", "NONE", "VALIDATED"):
-        raise field_error(_MODE, f"must be one of AUTO, ANY, NONE, VALIDATED, not {mode!r}")
+        raise field_error(_MODE, f"must be AUTO, ANY, NONE or VALIDATED, not {mode!r}")
     if allowed and mode not in ("ANY", "VALIDATED"):
         raise field_error(_ALLOWED, "can only be set when the mode is ANY or VALIDATED")
     return mode, allowed

@@ -169,7 +169,7 @@ class GeminiHistory:
 
 
 def build_system_content(raw: msgspec.Raw) -> bytes:
-    """Convert the system instruction to a content with the role `system`. Its own role is ignored."""
+    """Convert the system instruction to a `Content` object with the role `system`. A role in the instruction is ignored."""
     parts = read_fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
     return b'{"role":"system","parts":' + bytes(parts) + b"}"
 

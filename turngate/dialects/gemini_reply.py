@@ -103,7 +103,7 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 
 
 def _encode_arguments(arguments: str) -> Json:
-    """Return a call's arguments on one line, as the model wrote them. Wrap them as text if they are not an object or are too deep."""
+    """Return a call's arguments on one line, as the model wrote them. Wrap them as text if they are not an object or nest too deeply."""
     if not arguments:
         return {}
     try:

@@ -63,7 +63,7 @@ def _decode_tool(name: str, declaration: dict[str, msgspec.Raw], where: str) -> 
 
 
 def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -> Json:
-    """Return the schema of a function's `parameters` or `response` (the value of `name`) as JSON Schema, or None if it is not declared.
+    """Return the schema that a declaration contains for `name` (`parameters` or `response`) as JSON Schema, or None if it has none.
 
     The field `<name>JsonSchema` already contains JSON Schema. The field `<name>` contains a Gemini schema, which is converted.
     """
@@ -76,7 +76,7 @@ def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -
 
 
 def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
-    """Convert a Gemini schema to JSON Schema. For example, types become lower case, and `nullable` becomes the type `null`."""
+    """Convert a Gemini schema to JSON Schema. For example, types become lower case, and `nullable` adds the type `null`."""
     if depth > _MAX_DEPTH:
         raise field_error(where, f"is nested more than {_MAX_DEPTH} levels deep; use fewer levels")
     if not isinstance(schema, dict):

@@ -212,7 +212,7 @@ def _refuse_unsupported(request: MessagesRequest) -> None:
             "mcp_servers", "is not supported; connect to the servers from the agent and declare their tools"
         )
     if is_given(request.container):
-        raise field_error("container", "is not supported, and neither are skills; leave it out")
+        raise field_error("container", "is not supported (nor are skills); leave it out")
     if is_given(request.compaction):
         raise field_error("compaction", "is not supported; send a message that asks the model for a summary instead")
     if is_given(request.thread):

@@ -35,7 +35,10 @@ from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Messag
 
 
 class ThreadsUnsupported(BadRequest):
-    """The request continues a stored conversation, which is not supported. After this error, Anthropic's tool runner sends all messages."""
+    """The request continues a stored conversation, which is not supported.
+
+    After this error, Anthropic's tool runner sends the whole conversation instead.
+    """
 
     kind = "thread_unsupported_request"
 
@@ -283,7 +286,7 @@ def error_body(error: TurngateError) -> bytes:
 
 
 def _error_message(error: TurngateError) -> str:
-    """Return the error's message. Agents recognize a context overflow by exactly this wording, and then compact their history."""
+    """Return the error's message. For a context overflow, it has a wording that agents recognize, so that they compact their history."""
     match error:
         case ContextOverflow(limit=int(limit), size=int(size)):
             return f"prompt is too long: {size} tokens > {limit} maximum"

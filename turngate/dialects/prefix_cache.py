@@ -6,8 +6,8 @@ A request's body consists of a list (`messages`, `input` or `contents`) and a fr
 compared with the known lists, which are the lists of the session's latest requests. There are three ways to decode a request, and all
 produce the same call:
 
-- If the list extends a known list and the frame is the same, only the new items are decoded. Everything else is copied from the earlier
-  call.
+- If the list extends a known list and the frame is the same, only the new items are decoded. The rest of the decoded body is copied from
+  the earlier call.
 - If the list and a known list share only a prefix, or if the frame is different, the shared items are removed from the body, and the
   dialect decodes the shorter body.
 - If the list has no known prefix, has unusual formatting or is invalid, the whole body is decoded.
@@ -168,7 +168,8 @@ class PrefixCache:
     def _build_frame(self, wire: WireRequest, call: Call) -> _Frame | None:
         """Build the frame of a request.
 
-        Return None if the list does not start where `_find_list` says, or if the body has another field with the same name.
+        Return None if the list is empty, has unusual formatting or does not start where `_find_list` says, or if the body has another field
+        with the list's name.
         """
         body, items, start = wire.body, call.history.items, self._find_list(wire.body)
         if not start or not items:

@@ -225,7 +225,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 
 
 def _find_previous(request: ResponsesRequest, wire: WireRequest) -> EarlierReply | None:
-    """Find the stored response that the request continues. Return None if the request does not continue one."""
+    """Find the earlier response that the request continues. Return None if the request does not continue one."""
     response_id = request.previous_response_id
     if not response_id:
         return None
@@ -339,8 +339,8 @@ def _decode_tool_choice(
             if not any(tool.name == SEARCH for tool in declared):
                 raise field_error(
                     "tool_choice",
-                    "needs a tool_search tool with execution 'client'; other tool_search tools are ignored, because the model already "
-                    "sees all tools; set execution, choose another tool, or leave tool_choice out",
+                    "needs a tool_search tool with execution 'client' (other tool_search tools are ignored, because the model already "
+                    "sees all tools); declare one, choose another tool, or leave tool_choice out",
                 )
             return require_tool(declared, SEARCH, "tool_choice"), tools
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(entries)}:
@@ -350,7 +350,8 @@ def _decode_tool_choice(
                 if not allowed:
                     raise field_error(
                         "tool_choice.tools",
-                        "must name at least one of the tools that the gateway supports, because mode is 'required'",
+                        "must name at least one of the tools that the request declares and the gateway supports, "
+                        "because mode is 'required'",
                     )
                 return require_any_tool(allowed, parallel=parallel), tools
             # Hiding a tool is the only way to keep the model from calling it.

@@ -125,7 +125,7 @@ class ResponsesHistory:
 
     `instructions` is a system message that precedes the items. `before` is the history of an earlier request whose items are a prefix of
     `items`. `earlier` finds stored items, to which the request may refer by id. The first `offset` items are not in the request itself but
-    come from the response that the request continues.
+    come from the earlier conversation that the request continues.
     """
 
     def __init__(
@@ -204,11 +204,12 @@ class ResponsesHistory:
         item = self._earlier.find_item(item_id) if self._earlier is not None else None
         if item is None:
             where = self._place(n)
-            raise ItemNotFound(
-                f"{where}: no item with id {item_id!r} is stored in this session (items of responses with store=false are not "
-                "stored); send the item itself, with its type or role",
-                param=where,
+            problem = (
+                f"no item with id {item_id!r} is stored in this session (items of responses with store=false are not stored)"
+                if item_id
+                else "an item reference needs an id"
             )
+            raise ItemNotFound(f"{where}: {problem}; send the item itself, with its type or role", param=where)
         named.add(item_id)
         return item
 
@@ -282,7 +283,7 @@ def _default_type(role: str | None) -> str:
 
 
 def reply_mark(item_id: str) -> str:
-    """Return the mark in an item's id, which all items of one reply share. Return an empty string if the gateway did not assign the id."""
+    """Return the part of an item's id that all items of one reply share, or an empty string if the gateway did not assign the id."""
     return item_id.partition("_tg")[2][:24]
 
 
@@ -370,8 +371,9 @@ def _decode_other(item: _Item, where: str) -> Message:
         case "message":
             role = _ROLES.get(item.role or "")
             if role is None:
+                given = "" if item.role is None else f", not {item.role!r}"
                 raise BadRequest(
-                    f"{where}.role must be one of system, developer, user, assistant, not {item.role!r}",
+                    f"{where}.role must be one of system, developer, user, assistant{given}",
                     param=f"{where}.role",
                 )
             texts, unsupported = _read_texts(item.content, f"{where}.content")
@@ -399,7 +401,7 @@ def _decode_other(item: _Item, where: str) -> Message:
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
         case kind:
             raise BadRequest(
-                f"{where}.type {kind!r} is not supported; send messages, reasoning, function calls and their outputs",
+                f"{where}.type {kind!r} is not supported; send only messages, reasoning, function calls and their outputs",
                 param=f"{where}.type",
             )
 

@@ -66,7 +66,7 @@ def is_given(raw: msgspec.Raw) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Describe a decoding error, with the field's name first: "max_tokens: Expected `int | null`, got `str`"."""
+    """Describe a decoding error. If the field is known, its name comes first: "max_tokens: Expected `int | null`, got `str`"."""
     if isinstance(error, RecursionError):
         return f"nested too deeply; use fewer than {_MAX_DEPTH} levels"
     text = str(error)
@@ -80,7 +80,7 @@ def error_field(error: msgspec.DecodeError) -> str | None:
 
 
 def body_error(error: Exception, subject: str = "The body") -> BadRequest:
-    """Build the error for a body that is not a JSON object, has a field of the wrong type, or is nested too deeply."""
+    """Build the error for a body that is not a JSON object, has a missing or invalid field, or is nested too deeply."""
     problem = describe_error(error)
     if isinstance(error, RecursionError):
         return BadRequest(f"{subject} is {problem}")

@@ -7,6 +7,7 @@ import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
+from turngate.common.validation import path_exists
 from turngate.errors import ConfigError
 from turngate.render.certificate_cache import CertificateRecord, load_record, record_name, save_record
 from turngate.render.certify import Certificate, certify
@@ -77,8 +78,8 @@ def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | No
 
 def find_tokenizer(name: str) -> Path:
     """Find a tokenizer folder by path, or by model name in the local Hugging Face cache (the newest snapshot). Nothing is downloaded."""
-    folder = Path(name).expanduser()
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    folder = Path(os.path.expanduser(name))  # noqa: PTH111  (`Path.expanduser` raises an error for unknown users)
+    if path_exists(folder) or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return folder  # if there is a problem with the folder, reading it raises an error
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub")))

@@ -195,7 +195,7 @@ def _parse_python_calls(text: str) -> list[tuple[str, str]]:
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
         return [_read_python_call(call) for call in calls]
     except (SyntaxError, RecursionError, MemoryError, TypeError, orjson.JSONEncodeError) as error:
-        raise ValueError(f"not a list of calls: {error}") from None
+        raise ValueError(f"not valid Python calls: {error}") from None
 
 
 def _parse_expression(text: str) -> ast.expr:
@@ -279,7 +279,7 @@ def _skip_comma(text: str, at: int, closing: str) -> int:
     if text[at : at + 1] == ",":
         return at + 1
     if text[at : at + 1] != closing:
-        raise ValueError(f"{closing} is missing")
+        raise ValueError(f"{closing!r} is missing")
     return at
 
 

@@ -1,8 +1,8 @@
 """A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`.
 
 Without this cache, reading a tokenizer and probing its template would take up most of the start-up time. A record's name is derived from
-the tokenizer's files, the model, the family, our rendering code, and the versions of Python and of the packages that this code uses. If any
-of these changes, so does the name. A record that is found is therefore never out of date.
+the tokenizer's files, the model, the family, our rendering code, and the versions of Python and of the tokenizer and template packages.
+If any of these changes, so does the name. A record that is found is therefore never out of date.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def record_name(folder: Path, model: str, family: str) -> str:
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Return a digest of the tokenizer's files, our rendering code, and the versions of Python and of the packages that the code uses.
+    """Return a digest of the tokenizer's files, our rendering code, and the versions of Python and of the tokenizer and template packages.
 
     For a file that does not exist, only the name is included.
     """
@@ -87,7 +87,7 @@ def _read_record(path: Path) -> CertificateRecord | None:
 
 
 def save_record(name: str, record: CertificateRecord) -> None:
-    """Save a record, and delete the oldest records beyond `_MAX_RECORDS`. If this fails, the next start probes the renderer again."""
+    """Save a record, and delete the oldest records beyond `_MAX_RECORDS`. Ignore errors: the next start can probe the renderer again."""
     try:
         _cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         part = _cache_folder() / f"{name}.{os.getpid()}"

@@ -1,7 +1,7 @@
 """Adapt the hand-written renderers of the `renderers` package (extra `families`) to our `Renderer` interface.
 
-Such a renderer is used if the package has one for the model's name, or if `--family` names it. This module is imported only if the
-package may have such a renderer, because importing the package takes a second.
+Such a renderer is used if `--family` names it, or if `--family` is `auto` and the package has one for the model's name. This module is
+imported only if the package may have such a renderer, because importing the package takes a second.
 """
 
 from __future__ import annotations

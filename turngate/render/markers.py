@@ -88,7 +88,7 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
         ) from None
     if SENTINEL not in text:
         raise ConfigError(
-            f"tokenizer {tokenizer.folder}: the chat template does not write the text of messages; {_REPLACE}",
+            f"tokenizer {tokenizer.folder}: the chat template leaves out the assistant's answer; {_REPLACE}",
             param="tokenizer",
         )
     joined = "\n".join([text, *_write_features(template)])
@@ -111,7 +111,7 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
 
 
 def _write_features(template: Template) -> list[str]:
-    """Render a conversation with a system prompt, and one with a call and its result. Skip those that the template rejects."""
+    """Render a conversation with a system prompt, and one with a tool call and its result. Skip those that the template rejects."""
     texts = []
     for messages in ([Message("system", "z"), _USER], [_USER, _CALL, _RESULT]):
         try:

@@ -25,7 +25,7 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 class Parser:
-    """An incremental parser of one reply.
+    """An incremental parser for one reply.
 
     `feed` returns the events that can already be sent. `finish` returns the last events and the parsed turn.
     """
@@ -131,7 +131,7 @@ class Parser:
         marker: str,
         then: Literal["content", "call", "held"],
     ) -> bool:
-        """Emit text up to `marker`, and then switch to the state `then`. Hold back a partial marker, and the white space before it."""
+        """Emit text up to `marker`, then switch to the state `then`. Hold back trailing white space and a partial marker."""
         at = self._buffer.find(marker) if marker else -1
         while (found := _find_first(self._buffer, self._syntax.noise, at)) is not None:
             start, noise = found
@@ -203,7 +203,7 @@ class Parser:
         self.satisfied = self._one_call
 
     def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
-        """Parse a reply that was held back because it might consist only of calls: either forced calls, or JSON without markers."""
+        """Emit the calls in text that was held back because it might consist only of calls. If it is not valid, emit it as content."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
                 require_object(text)

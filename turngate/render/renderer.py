@@ -1,8 +1,8 @@
 """The `Renderer` interface, and `TemplateRenderer`, which implements it for any chat template.
 
 A renderer turns a conversation into prompt ids, and sampled ids into reply events. It also builds bridges, which are the ids between one
-turn and the next. `TemplateRenderer` derives the bridges from the template. A transition from one turn to the next has no bridge if a
-render of the whole conversation would have different text there. `families.py` adapts hand-written renderers to the interface.
+turn and the next. `TemplateRenderer` derives the bridges from the template. A transition has no bridge if a render of the
+whole conversation would contain other text between the two turns. `families.py` adapts hand-written renderers to the interface.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from turngate.common.validation import explain_error
 from turngate.errors import BadRequest, ConfigError
 from turngate.render.call_syntax import HERMES, Syntax, detect_syntax
 from turngate.render.markers import find_closing_tokens, require_single_tokens
@@ -24,6 +25,7 @@ from turngate.render.template import Template
 from turngate.render.tokenizer import Tokenizer
 from turngate.render.traits import LONG_CALL_ID, PROBE_TOOL, SENTINEL
 from turngate.render.transition import Transition, build_stand_in, find_difference
+from turngate.render.vocabulary import read_json
 from turngate.types import (
     ID_DTYPE,
     CallDelta,
@@ -33,6 +35,7 @@ from turngate.types import (
     Json,
     Message,
     ReasoningTokens,
+    TokenId,
     Tool,
     ToolCall,
 )
@@ -170,7 +173,7 @@ def _find_hidden_ids(tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, 
 
 
 class BridgeForm(msgspec.Struct, frozen=True):
-    """The text that a template writes around the contents of new messages: one part before each message, and one after the last."""
+    """The text that a template writes around the contents of new messages: one part before each of them, and one after the last."""
 
     close: int
     parts: tuple[str, ...]
@@ -394,8 +397,8 @@ class TemplateRenderer:
     ) -> BridgeForm | None:
         """Find the text that the template writes around the contents of messages shaped like `new`.
 
-        The result is tested with contents that templates are likely to change, and with different call ids and names. Return None if a test
-        fails. Messages of this shape must then be rendered every time.
+        The result is tested with contents that templates are likely to change, and with different call ids and names. Return None if the
+        text cannot be found or a test fails. Messages of this shape must then be rendered every time.
         """
         holes = [f"turngateHOLE{n}END" for n in range(len(new))]
         found = self._render_after(last.message, last.system, _replace_contents(new, holes, "a"), tools, kwargs)
@@ -528,9 +531,15 @@ def _replace_contents(messages: Sequence[Message], contents: Sequence[str], name
     ]
 
 
+class _GenerationConfig(msgspec.Struct):
+    eos_token_id: TokenId | list[TokenId] | None = None
+
+
 def _read_generation_stops(tokenizer: Tokenizer) -> list[int]:
     path = tokenizer.folder / "generation_config.json"
-    if not path.exists():
-        return []
-    stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    try:
+        stops = msgspec.convert(read_json(path, optional=True), _GenerationConfig).eos_token_id
+    except msgspec.ValidationError as error:
+        message, _ = explain_error(error, _GenerationConfig)
+        raise ConfigError(f"tokenizer: {path} is not valid ({message})", param="tokenizer") from None
     return [stops] if isinstance(stops, int) else list(stops or [])

@@ -113,7 +113,7 @@ class Template:
             return self._render(self.traits, messages, tools, generate, kwargs)
         except _TEMPLATE_ERRORS as error:
             raise BadRequest(
-                f"the model's chat template rejects this conversation: {error}", param="messages"
+                f"the model's chat template cannot render this conversation: {error}", param="messages"
             ) from error
 
     def _probe(self, traits: Traits, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:

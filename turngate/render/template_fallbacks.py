@@ -1,7 +1,7 @@
 """Rewrite conversations for templates that do not support tools or system messages, or that restrict role order or call ids.
 
-If a template does not support tools, they are declared in the system prompt. Calls and results are written in the Hermes form, which Qwen
-and Hermes models are trained on and which `parse.py` parses.
+If a template does not support tools, they are declared in the system prompt, and calls and results are written in the Hermes form. Qwen
+and Hermes models are trained on this form, and `parse.py` parses it.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Tokenizer:
     def encode(self, text: str, *_: Any, remember: bool = False, **__: Any) -> list[int]:
         """Encode `text`. Added tokens in the text are recognized, but no tokens are added before or after it.
 
-        If `remember` is set, cache the ids of long segments, because they will be encoded again.
+        Set `remember` if the same segments will be encoded again: the ids of long segments are then cached.
         """
         ids: list[int] = self.ids(text, remember=remember).tolist()
         return ids
@@ -308,7 +308,7 @@ class _FastEncoder:
         return b"".join(ids)  # type: ignore[arg-type]  # all are known by now
 
     def _encode_line(self, line: str) -> bytes | None:
-        """Encode a line that is not in `_lines`, and add short lines to it. No lock is needed: concurrent calls add the same entries."""
+        """Encode a line that is not in `_lines`. If it is short, add it there. No lock is needed: concurrent calls add the same entries."""
         known = self._older_lines.get(line)
         if known is None:
             known = self._encode_uncached(line)
@@ -416,7 +416,7 @@ def _load_backend(path: Path, config: Json | None) -> Backend:
         add_declared_tokens(spec, config)
         return Backend.from_str(json.dumps(spec))
     except Exception as error:  # the package raises no more specific type
-        raise ConfigError(f"tokenizer: {path} is not a valid tokenizer file ({error})", param="tokenizer") from None
+        raise ConfigError(f"tokenizer: {path} cannot be loaded ({error})", param="tokenizer") from None
 
 
 def _require_same_ids(path: Path, backend: Backend, added: dict[str, int]) -> None:

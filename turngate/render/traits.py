@@ -1,6 +1,6 @@
 """Find out which features a chat template supports, by rendering probe conversations with it.
 
-`probe_traits` tries every feature that agents' conversations need. `template_fallbacks.py` rewrites conversations for templates that
+`probe_traits` tries the features that agents' conversations need. `template_fallbacks.py` rewrites conversations for templates that
 lack a feature.
 """
 

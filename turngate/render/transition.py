@@ -50,7 +50,7 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class BridgeDifference(msgspec.Struct, frozen=True):
-    """A difference between the bridge and what the template writes: where it is, and both texts."""
+    """Where the bridge differs from the text that the template writes, with both texts, or why the two cannot be compared."""
 
     where: str
     bridge: str = ""
@@ -95,7 +95,10 @@ def find_difference(
 
 
 def write_after_turn(text: TextFunction, stops: Sequence[str], messages: Sequence[Message]) -> str | BridgeDifference:
-    """Return the template's text from the end of the last assistant turn on, or the first change that it makes to earlier text."""
+    """Return the template's text from the end of the last assistant turn on.
+
+    If the template changes earlier text, return the first such change. If a turn cannot be found in the text, return `_UNCLEAR_TURNS`.
+    """
     turns = [n for n, message in enumerate(messages) if message.role == "assistant"]
     marks = [f"{SENTINEL}{n}END" for n in range(len(turns))]
     marked = list(messages)

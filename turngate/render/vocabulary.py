@@ -18,7 +18,7 @@ from turngate.types import Json
 
 
 class Merges(msgspec.Struct, frozen=True):
-    """The data of a byte-level BPE that the fast encoder needs: how text is split and normalized, and the order of the merges."""
+    """The parts of a byte-level BPE that the fast encoder needs: how text is split and normalized, and the order of the merges."""
 
     pattern: str
     nfc: bool
@@ -42,12 +42,13 @@ def read_vocabulary(path: Path, config: Json) -> Vocabulary:
         return _parse_vocabulary(spec, blake2b(path.read_bytes(), digest_size=16).hexdigest(), declared)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"tokenizer: {path} is not a valid tokenizer file ({type(error).__name__}: {error})", param="tokenizer"
+            f"tokenizer: {path} or the tokenizer_config.json beside it is not valid ({type(error).__name__}: {error})",
+            param="tokenizer",
         ) from None
 
 
 def add_declared_tokens(spec: Json, config: Json) -> list[str]:
-    """Add to `spec`, the content of `tokenizer.json`, the tokens that only `tokenizer_config.json` declares. Return these tokens.
+    """Extend `spec`, the content of `tokenizer.json`, with the tokens that only `tokenizer_config.json` declares. Return the added tokens.
 
     Each token gets its declared id. If a placeholder (a token of several characters that no merge uses) has this id, the declared
     token replaces it. If an ordinary token has this id, the declared token is left out, and `markers.py` rejects a template that needs it.
@@ -158,7 +159,7 @@ def _merge_order(model: Json) -> list[int] | None:
 
 
 def _single_pattern(pre: Json) -> str | None:
-    """Return the regular expression with which the pre-tokenizer splits text. Return None if one expression cannot describe the split."""
+    """Return the regular expression with which the pre-tokenizer splits text. Return None for an unsupported pre-tokenizer."""
     if pre is None:
         return None
     stages = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]

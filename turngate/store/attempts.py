@@ -2,10 +2,10 @@
 
     running ──► settled       its outcome counts: groups, feeds and exports include it; no further attempt can be opened
        │ ─────► failed        an infrastructure fault, or cancelled; a further attempt can be opened
-       └──────► superseded    given up, or replaced by a newer attempt; its outcome is stored but never counts
+       └──────► superseded    given up or replaced by a newer attempt, or its session was deleted; its outcome never counts
 
-At most one attempt at a rollout is ever settled. To ensure this, a transaction that changes an attempt writes to the attempt's row before
-it reads the attempt's state. The write locks the row, so two concurrent transactions never act on the same state.
+At most one attempt at a rollout is settled at any time. To ensure this, a transaction that changes an attempt writes to the attempt's row
+before it reads the attempt's state. The write locks the row, so two concurrent transactions never act on the same state.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def register_attempt(
     query = "SELECT rollout, attempt FROM attempts WHERE session=? AND state='superseded'"
     if (dead := db.execute(query, (session,)).fetchone()) is not None:
         raise Conflict(
-            f"session {session!r} belongs to the superseded attempt {dead[1]} of rollout {dead[0]!r}; choose a different id",
+            f"session {session!r} belongs to superseded attempt {dead[1]} of rollout {dead[0]!r}; choose a different session id",
             param="id",
         )
     added = db.execute(
@@ -194,7 +194,8 @@ def register_attempt(
             raise Conflict(f"{which} was superseded; {advice}", param="attempt")
         if state == "settled" and not known_as:
             raise Conflict(f"{which} {_PRUNED}", param="attempt")
-        raise Conflict(f"{which} already has session {known_as!r}; {advice}", param="attempt")
+        taken = f"already has session {known_as!r}" if known_as else "has failed, and its session was removed"
+        raise Conflict(f"{which} {taken}; {advice}", param="attempt")
     supersede_attempts(db, "rollout=? AND attempt<? AND state!='settled'", (rollout, attempt))
     query = (
         "SELECT attempt, state FROM attempts WHERE rollout=? AND (attempt>? OR state='settled') ORDER BY attempt DESC"
@@ -209,9 +210,9 @@ def register_attempt(
 
 
 def settle_attempt(db: StoreConnection, session: str, outcome: bytes) -> bool:
-    """Update the state of a session's attempt after its outcome was recorded. Return whether the outcome counts.
+    """Update the state of a session's attempt after its outcome was recorded. Return whether the feeds must process the outcome.
 
-    The outcome does not count if the attempt was superseded or the session was cancelled.
+    They ignore the outcome if the attempt was superseded or the session was cancelled.
     """
     (status,) = db.execute("SELECT status FROM sessions WHERE id=?", (session,)).fetchone()
     state = outcome_state(decode_outcome(outcome), status)

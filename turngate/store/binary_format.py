@@ -61,7 +61,7 @@ def make_float_array(values: Sequence[float]) -> EncodedArray:
 
 
 def _join_array(oid: int, elements: Sequence[bytes]) -> bytes:
-    """Build an array of elements that are not NULL. `oid` is the number of their type."""
+    """Encode elements as an array in PostgreSQL's format. No element may be NULL. `oid` is the oid of the elements' type."""
     parts = [_array_start(1, 0, oid, len(elements), 1)] * (1 + 2 * len(elements))
     parts[1::2] = map(_length, map(len, elements))
     parts[2::2] = elements

@@ -64,8 +64,8 @@ def key_difference(old: int, new: int) -> int:
 def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences: Sequence[int]) -> list[int]:
     """Compute the checksums of nodes under their sessions' new keys, from their old checksums.
 
-    A node's checksummed data starts with its session's key. For each node, `sizes` has the number of bytes that follow the key, and
-    `differences` has the `key_difference` of the session's old and new keys.
+    A node's checksummed data starts with its session's key. For each node, `sizes` contains the number of bytes that follow the key, and
+    `differences` contains the `key_difference` of the session's old and new keys.
     """
     changes, left = np.array(differences, np.int64), np.array(sizes, np.int64)
     for digit in range(_DIGITS):

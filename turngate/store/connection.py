@@ -1,4 +1,4 @@
-"""The interface between the store and its database. `sqlite.py` implements it with SQLite, `shared/` with PostgreSQL.
+"""The interface between the store and its database. `sqlite.py` implements it with SQLite, and `shared/` with PostgreSQL.
 
 The table modules use the same SQL for both: `?` for values, `ON CONFLICT`, `RETURNING`, and the lock comments below.
 """

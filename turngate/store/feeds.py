@@ -94,7 +94,7 @@ class FeedRow(msgspec.Struct, frozen=True):
 
 
 class _OpenFeed(msgspec.Struct, frozen=True):
-    """The columns of a feed that decide which outcomes it accepts and when a group is complete."""
+    """The columns of a feed that are needed to add outcomes to it."""
 
     key: int
     name: str
@@ -203,9 +203,9 @@ class FeedLog:
     def _fill_earlier(
         self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]
     ) -> None:
-        """Add earlier outcomes to a feed.
+        """Add outcomes to a feed that were recorded before it was opened.
 
-        If a group was closed between two of its outcomes, the outcomes before that time become one delivery.
+        If a group was closed between two of its outcomes, its outcomes up to then become one delivery.
         """
         entries = [
             (at, make_entry(db, key, known_as, outcome))
@@ -276,7 +276,8 @@ class FeedLog:
     def enter(self, db: StoreConnection, entries: Sequence[NewEntry]) -> list[NewEvent]:
         """Add outcomes to every feed that accepts their groups. This must run in the transaction that records or replaces the outcomes.
 
-        Return the events that announce the newly completed groups. The caller must write these events.
+        A feed that is still being filled gets them later. Return the events that announce the newly completed groups. The caller must write
+        these events.
         """
         db.execute(LOCK_FEEDS)
         query = f"SELECT {_OPEN}, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key ORDER BY key"
@@ -450,9 +451,9 @@ def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
 
 
 def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recorded: float) -> None:
-    """Turn the waiting rollouts of a group into a delivery if the group was closed before its next outcome.
+    """Turn the waiting rollouts of a group into a delivery if the group was closed after the last of them and before its next outcome.
 
-    That is, the group was closed after these rollouts were recorded and before `recorded`, the time of the next outcome.
+    `recorded` is the time of the next outcome.
     """
     query = f"SELECT 1 FROM closed_groups WHERE team=? AND closed<? AND {_BEFORE_OPENING} AND closed>={_LAST_WAITING}"
     if group and db.execute(query, (group, recorded, feed.key, feed.key, group)).fetchone() is not None:

@@ -1,8 +1,8 @@
 """Write turns to the store, immediately or in batches, depending on the durability setting.
 
-With `process` durability, each turn is written immediately in the calling task, because a commit without a sync is cheaper than switching
-to a thread. With `disk` durability, every commit is synced. Turns that end at the same time therefore share one transaction, which runs in
-a thread. A turn with side data is always written in a thread, because its side data can be many megabytes.
+With `process` durability, a turn is written immediately in the calling task, because a commit without a sync is cheaper than switching to
+a thread. Only a turn with side data is written in a thread, because its side data can be many megabytes. With `disk` durability, every
+commit is synced. Turns that end at about the same time therefore share one transaction, which runs in a thread.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Journal:
         self._store.note_stop(session, stop)
 
     def require_writable(self) -> None:
-        """Raise `StoreError` if the last write failed and the store still cannot be written to. Called before each model call."""
+        """Raise `StoreError` if a write has failed and the store still cannot be written to. Called before each model call."""
         if self._failed:
             self._store.probe()
             self._failed = False

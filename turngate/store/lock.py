@@ -23,10 +23,16 @@ def lock_folder(folder: Path) -> IO[bytes]:
         ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.close()
         raise DataFolderInUse(
             f"data: {folder} is in use by another turngate process; stop it or choose another --data folder",
+            param="data",
+        ) from None
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"data: {folder} cannot be locked ({error.strerror}); choose a --data folder on a file system that supports locks",
             param="data",
         ) from None
     return file

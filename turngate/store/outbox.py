@@ -1,6 +1,6 @@
 """The outbox of a cell: the sessions that must still be shipped to the shared store, and when each of them is due.
 
-A session enters the outbox in the transaction that opens it, and leaves it once the shared store has committed the session. Any later
+A session enters the outbox in the transaction that opens the session, and leaves once the shared store has committed it. Any later
 change, such as a replaced outcome, adds the session again. A session in the outbox cannot be deleted, and its events are kept.
 """
 
@@ -77,7 +77,7 @@ class OutboxState(msgspec.Struct, frozen=True):
 
 
 class ShippingQueue(Protocol):
-    """The methods of an outbox that a cell's lease keeper uses. `Outboxes` implements them for all projects together."""
+    """The outbox methods that a cell's lease keeper uses. `Outboxes` implements them for all projects together."""
 
     def cells(self) -> list[str]: ...
 
@@ -141,7 +141,10 @@ class OutboxTable:
         self._add(db, session_id, time.time(), f"{_CHANGE}, {_EARLIER}")
 
     def add_event(self, db: StoreConnection, session_id: str) -> None:
-        """Make an ended session due again, because it has a new event. Do nothing if the session is open."""
+        """Add an ended session to the outbox again, because it has a new event. Do nothing if the session is open.
+
+        If the session is still in the outbox, its due time does not change.
+        """
         self._add(db, session_id, time.time() + _LATE_EVENT_S, _CHANGE)
 
     def _add(self, db: StoreConnection, session_id: str, due: float, on_conflict: str) -> None:
@@ -176,7 +179,7 @@ class OutboxTable:
     def mark_announced(self, attempts: Iterable[OpenAttempt], superseded: Collection[str] = ()) -> None:
         """Record that sessions were announced to the shared store.
 
-        `superseded` contains the ids of the sessions whose attempts are superseded in the shared store.
+        `superseded` contains the ids of the sessions whose attempts are superseded in the shared store. Supersede these attempts here, too.
         """
         keys = [attempt.key for attempt in attempts]
         with self._writing() as db:
@@ -191,7 +194,7 @@ class OutboxTable:
             return db.execute(query, (session,)).fetchone() is None
 
     def remove(self, shipped: Iterable[UnshippedSession]) -> None:
-        """Remove sessions that the shared store has committed. A session that has changed since it was read stays in the outbox."""
+        """Remove shipped sessions from the outbox. A session that has changed since it was read stays in the outbox."""
         last = None
         with self._writing() as db:
             for last in shipped:
@@ -226,7 +229,10 @@ class OutboxTable:
             return [ShippedSession(*row) for row in db.execute(query, (after, limit)).fetchall()]
 
     def add_again(self, sessions: Iterable[int]) -> None:
-        """Put sessions that the shared store has lost back into the outbox. Mark them as reshipped, since they may have been delivered."""
+        """Put sessions back into the outbox, because the shared store has lost them.
+
+        Mark them as reshipped, since they may already have been delivered.
+        """
         now = time.time()
         with self._writing() as db:
             for session in sessions:
@@ -297,7 +303,7 @@ class OutboxTable:
             return [session_id for (session_id,) in db.execute(query, (cell,)).fetchall()]
 
     def require_shipped(self, session: int, session_id: str) -> None:
-        """Raise `Conflict` if a session has not been shipped. If the session has ended, make it due now."""
+        """Raise `Conflict` if a session has not been shipped, and make the session due now if it has ended."""
         if not self._has_tables:
             return
         with self._reading() as db:
@@ -307,6 +313,6 @@ class OutboxTable:
         with self._writing() as db:
             db.execute("UPDATE outbox SET due=? WHERE session=? AND due IS NOT NULL", (time.time(), session))
         raise Conflict(
-            f"session {session_id} is not in the shared store yet, so it cannot be deleted; "
+            f"the latest state of session {session_id} is not in the shared store yet, so the session cannot be deleted; "
             + (f"shipping it failed: {row[0]}" if row[0] else "try again once this cell has shipped it")
         )

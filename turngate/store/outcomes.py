@@ -44,7 +44,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def failure(self) -> str:
-        """The message of a failure that was not the agent's fault, or an empty string if there was none."""
+        """The message of a failure that was not the agent's fault, or its kind if it has no message. Empty if there was no such failure."""
         return self.message or self.kind if self.kind in NO_REWARD else ""
 
     def event_data(self) -> dict[str, Json]:
@@ -74,7 +74,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise BadRequest(f"the outcome cannot be encoded as JSON ({error})", param="data") from None
         if len(written) > MAX_BYTES:
             raise BadRequest(
-                f"the outcome is {len(written)} bytes long as JSON; the limit is {MAX_BYTES}; shorten message, data or turn_rewards",
+                f"the outcome is {len(written)} bytes long as JSON; the limit is {MAX_BYTES}; shorten 'message', 'data' or 'turn_rewards'",
                 param="data",
             )
         return written

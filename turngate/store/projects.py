@@ -238,7 +238,7 @@ def locate_project(data: str, project: str) -> str:
 
 
 def refuse_project_store(data: str) -> None:
-    """Raise `ConfigError` if `data` is the URL of one project's store. A gateway must use the main store, which also has the API keys."""
+    """Raise `ConfigError` if `data` is the URL of one project's store. A gateway must use the main store, which also holds the API keys."""
     if is_database_url(data) and (url := parse_database_url(data)).project:
         whole = url.name.removesuffix(f"/projects/{url.project}")
         raise ConfigError(

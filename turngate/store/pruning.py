@@ -136,8 +136,8 @@ class _Pruner:
     def remove(self, groups: Sequence[list[OldSession]]) -> None:
         """Remove groups of sessions. If a session is needed again or has changed, its whole group is kept.
 
-        If the run is stopping, groups whose removal has begun are still removed. Sessions are checked once more in the transaction that
-        removes them. A session that has changed by then is kept, although the rest of its group is removed.
+        If the run is stopping, groups whose removal has begun are still removed. Each session is checked once more in the transaction that
+        removes it. A session that fails only this last check is kept, but the rest of its group may be removed.
         """
         left = deque(groups)
         while left and not self._is_stopping():

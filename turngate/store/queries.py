@@ -189,7 +189,7 @@ class RolloutQueries:
     # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def count_turns(self, key: int) -> TurnTotals:
-        """Count the turns and tokens of a session from its nodes. This is needed if the session's first events were pruned."""
+        """Read a session's totals and policy versions from its nodes. This is needed if the session's first events were pruned."""
         turns = tokens = 0
         first: int | None = None
         last: int | None = None

@@ -45,4 +45,4 @@ class StoreReader:
 
     def _require_open(self) -> None:
         if self.closed:
-            raise StoreError("the gateway is stopping, or the project was deleted")
+            raise StoreError("cannot read the store: the gateway is stopping, or the project was deleted")

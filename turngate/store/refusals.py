@@ -47,9 +47,9 @@ class Refusals:
             return _read(db, session)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark refused calls as repeated after a call with the same conversation was answered. `name` is the session's id.
+        """Mark the refused calls with the conversation `request`, a digest, as repeated. Call this when such a call has been answered.
 
-        Return a summary of the refused calls that were not repeated successfully, or None if there are none.
+        `name` is the session's id. Return a summary of the refused calls that were not repeated successfully, or None if there are none.
         """
         where = "session=? AND request=? AND repeated=0"
         with self._writing() as db:

@@ -210,7 +210,7 @@ def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
 
 
 def _release_attempts(db: StoreConnection, ids: Sequence[str]) -> None:
-    """Detach attempts from sessions that are being removed, and delete the attempts at rollouts without a name.
+    """For sessions that are being removed, delete the attempts whose rollouts have no name, and detach the others.
 
     A settled attempt at a named rollout stays settled, so that the rollout is not run again. A running one is superseded.
     """

@@ -1,4 +1,4 @@
-"""The schema version, and the tables for sessions and nodes. Other modules define the tables that they use."""
+"""The schema version, and the tables for sessions, nodes, preambles and settings. Other modules define the tables that they use."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class ScoreCache:
                 "SELECT DISTINCT tbl_name FROM sqlite_master WHERE tbl_name NOT LIKE 'sqlite%'"
             ).fetchall()
             if tables not in ([], [("scores",)]):
-                raise sqlite3.DatabaseError("it is a database of another program")
+                raise sqlite3.DatabaseError("it is another database, not a score cache")
             if path is not None:  # only now, so that a file that is not a cache stays unchanged
                 path.chmod(0o600)
                 self._db.execute("PRAGMA journal_mode=WAL")

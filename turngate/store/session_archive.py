@@ -10,6 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
@@ -53,7 +54,7 @@ class ArchiveMetadata(msgspec.Struct, frozen=True):
 
 
 class SessionArchive:
-    """An archive of sessions in a folder. The folder is created when the first file is written."""
+    """An archive of sessions in a folder. The first `write` creates the folder."""
 
     def __init__(self, folder: Path) -> None:
         if find_spec("pyarrow") is None:
@@ -64,6 +65,8 @@ class SessionArchive:
             raise ConfigError(f"archive: {folder} is a file; pass a folder", param="archive")
         self.folder = folder
         self._arrow, self._parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        # What reading a damaged file can raise. Damage to the names of its columns is a `KeyError` or `TypeError`.
+        self._damage = (OSError, self._arrow.ArrowException, ValueError, KeyError, TypeError)
 
     def files(self) -> list[Path]:
         """Return the files of the archive, oldest first."""
@@ -162,15 +165,15 @@ class SessionArchive:
         """Return the digests of the archived sessions with these ids."""
         compute, wanted, found = import_module("pyarrow.compute"), self._arrow.array(list(ids), "string"), set[bytes]()
         for file in self.files():
-            with self._open(file) as opened:
+            with self._open(file) as opened, self._report_damage(file):
                 table = opened.read(columns=["id", "content_digest"])
-            matching = table.filter(compute.is_in(table["id"], value_set=wanted))
-            found.update(matching["content_digest"].to_pylist())
+                matching = table.filter(compute.is_in(table["id"], value_set=wanted))
+                found.update(matching["content_digest"].to_pylist())
         return found
 
     def list_ids(self, file: Path) -> list[str]:
         """Return the ids of the sessions in a file."""
-        with self._open(file) as opened:
+        with self._open(file) as opened, self._report_damage(file):
             ids: list[str] = opened.read(columns=["id"])["id"].to_pylist()
         return ids
 
@@ -181,16 +184,27 @@ class SessionArchive:
         """
         with self._open(file) as opened:
             for number in range(opened.num_row_groups):
-                for record in opened.read_row_group(number).to_pylist():
-                    if ids is not None and record["id"] not in ids:
-                        continue
-                    session = _from_record(record)
-                    if session.compute_digest() != record["content_digest"]:
+                for session, digest in self._read_row_group(file, opened, number, ids):
+                    if session.compute_digest() != digest:
                         raise StoreError(
                             f"session {session.id} is damaged in {file}; restore the file from a backup, or load other sessions by "
                             "their ids"
                         )
                     yield session
+
+    def _read_row_group(
+        self, file: Path, opened: Any, number: int, ids: Collection[str] | None
+    ) -> list[tuple[ArchivedSession, bytes]]:
+        """Read the sessions of a row group, each with the digest that was stored with it."""
+        try:
+            records = opened.read_row_group(number).to_pylist()
+            selected = [record for record in records if ids is None or record["id"] in ids]
+            return [(_from_record(record), record["content_digest"]) for record in selected]
+        except self._damage as error:
+            raise StoreError(
+                f"{file} is damaged, so some of its sessions cannot be read ({error}); restore the file from a backup, or load sessions of "
+                "other files by their ids"
+            ) from None
 
     def read_settings(self, file: Path) -> dict[str, str]:
         """Return the settings that name the tokenizers and renderers of the sessions in a file."""
@@ -198,15 +212,21 @@ class SessionArchive:
             return self._read_metadata(file, opened).settings
 
     def _open(self, file: Path) -> Any:
-        try:
+        with self._report_damage(file):
             opened = self._parquet.ParquetFile(file)
-        except (OSError, self._arrow.ArrowException) as error:
+        self._read_metadata(file, opened)
+        return opened
+
+    @contextmanager
+    def _report_damage(self, file: Path) -> Iterator[None]:
+        """Raise `ConfigError` if the file cannot be read."""
+        try:
+            yield
+        except self._damage as error:
             raise ConfigError(
                 f"archive: {file} cannot be read ({error}); check the file's permissions, or restore the file from a backup",
                 param="archive",
             ) from None
-        self._read_metadata(file, opened)
-        return opened
 
     def _read_metadata(self, file: Path, opened: Any) -> ArchiveMetadata:
         raw = (opened.schema_arrow.metadata or {}).get(_METADATA, b"")

@@ -123,7 +123,7 @@ def open_shipping_reader(store: Store) -> Store:
 
 
 def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: int) -> ShipmentBatch:
-    """Read sessions and verify their traces. Stop once more than `max_bytes` have been read."""
+    """Read sessions and verify their traces. Stop once more than `max_bytes` of traces and side data have been read."""
     batch, size = ShipmentBatch(), 0
     keys = [row.session for row in rows]
     marks = ",".join("?" * len(keys))
@@ -201,7 +201,7 @@ def _verify_trace(key: int, nodes: Iterable[Row]) -> VerifiedTrace:
 def encode_traces(shipments: Sequence[Shipment], keys: Mapping[str, int]) -> Iterator[bytes]:
     """Encode the nodes of sessions for COPY. The sessions get new keys, so the nodes get new checksums.
 
-    `keys` has the new keys by session id.
+    `keys` maps session ids to the new keys.
     """
     traces = [shipment.trace for shipment in shipments]
     differences = [key_difference(shipment.key, keys[shipment.id]) for shipment in shipments]

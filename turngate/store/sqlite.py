@@ -254,7 +254,7 @@ def _connect(path: Path) -> _Connection:
 
 
 class _Readers:
-    """One connection for reading per thread, so that no read waits until a write is synced.
+    """One read connection per thread, so that reads do not wait for writes to be synced.
 
     Threads cannot share a connection: while one thread has an open query, the others would not see data written since that query began.
     """

@@ -7,6 +7,7 @@ durability setting.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,7 +80,7 @@ class SessionRow(msgspec.Struct, frozen=True):
 
 
 class _SessionColumns(msgspec.Struct, frozen=True, array_like=True):
-    """The columns of a session besides its key, id and settings. They are validated, since SQLite stores any type in any column."""
+    """The columns of a `SessionRow` besides its key, id and settings. They are validated, since SQLite stores any type in any column."""
 
     opened: float
     closed: float | None
@@ -246,7 +247,7 @@ class Store:
     def _settle_outcome(self, db: StoreConnection, session_id: str, outcome: bytes) -> bool:
         """Settle the attempt of a session whose outcome is being written, and make the session due for shipping.
 
-        Return whether the outcome counts. If so, lock the feeds.
+        If the outcome counts, lock the feeds. Return whether it counts.
         """
         self.outbox.add_outcome(db, session_id)
         counts = settle_attempt(db, session_id, outcome)
@@ -280,8 +281,8 @@ class Store:
             for row in rows
         ]
 
-    def ids(self, limit: int) -> list[str]:
-        """Return the ids of the newest sessions, newest first. Damaged sessions are included."""
+    def ids(self, limit: int = sys.maxsize) -> list[str]:
+        """Return the ids of the newest `limit` sessions, newest first, or of all sessions. Damaged sessions are included."""
         with self._reading() as db:
             rows = db.execute("SELECT id FROM sessions ORDER BY key DESC LIMIT ?", (limit,)).fetchall()
         return [as_name(session) for (session,) in rows]
@@ -338,9 +339,9 @@ class Store:
         return loading.session
 
     def continue_loading(self, loading: SessionLoading, seconds: float) -> bool:
-        """Load more nodes of a session for about `seconds` of CPU time, but at least one node. Return whether all nodes are loaded.
+        """Load more nodes of a session for about `seconds` of CPU time, but at least one node if any are left.
 
-        Raise `StoreError` if the trace is damaged.
+        Return True if none are left, and False if there may be more. Raise `StoreError` if the trace is damaged.
         """
         end = time.thread_time() + seconds
         while True:
@@ -360,7 +361,7 @@ class Store:
             return dict(db.execute("SELECT id, messages FROM nodes WHERE session=?", (session,)).fetchall())
 
     def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Return the number of turns and of roots of each session, by key, for keys from `first` to `last`.
+        """Return the numbers of turns and roots of each session, by key, for keys from `first` through `last`.
 
         Sessions without nodes are omitted.
         """

@@ -145,7 +145,7 @@ def test_newer_version_is_refused(postgres_server: PostgresServer, postgres_url:
     open_shared(postgres_url).close()
     postgres_server.query("UPDATE turngate_version SET version=999", postgres_url.rpartition("/")[2])
     for read_only in (False, True):
-        expected = f"has schema version 999, but this version of Turngate supports only schema version {SHARED_VERSION}"
+        expected = f"has schema version 999, but this version of Turngate supports versions only up to {SHARED_VERSION}"
         with pytest.raises(ConfigError, match=expected):
             open_shared(postgres_url, read_only=read_only)
 

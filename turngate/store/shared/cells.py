@@ -64,9 +64,9 @@ class CellTable:
         self._reading = reading
 
     def register(self, cell: str, name: str, url: str, ttl_s: float, previous: Iterable[str] = ()) -> list[str]:
-        """Register a cell that is starting, and move the running attempts of its `previous` ids to it.
+        """Register a cell that is starting. Move the running attempts of its `previous` ids to it, and return these ids.
 
-        Return the previous ids, except those that were declared lost.
+        Ids that were declared lost are skipped.
         """
         with self._writing() as db:
             adopted = [old for old in previous if old != cell and self._adopt(db, old, cell)]
@@ -125,7 +125,7 @@ class LeasedAttempts(AttemptTable):
     """The attempts table of the shared store. An attempt running on a cell can be superseded only after the cell's lease has ended."""
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
-        """Like `AttemptTable.supersede`. Raise `Conflict` if the attempt is running on a cell whose lease has not ended.
+        """Like `AttemptTable.supersede`, but raise `Conflict` if the attempt is running on a cell whose lease has not ended.
 
         If the lease has ended, the cell is taken over, so that all its attempts can run elsewhere.
         """

@@ -69,7 +69,7 @@ class SharedConnection:
 
 
 class _ReadConnection:
-    """A connection for reading. It reconnects after an interruption, because a read can be repeated."""
+    """A connection for reading. After an interruption, it reconnects and repeats the read, except inside a snapshot."""
 
     __slots__ = ("_database",)
 

@@ -46,7 +46,7 @@ class EngineTable:
     def write(self, engine: SharedEngine) -> int:
         """Write the state of an engine, and raise the epoch of the fence. Return the new epoch.
 
-        A cell that has carried out the change with this epoch knows the new state.
+        A cell that reports this epoch, or a later one, knows the new state.
         """
         query = (
             "INSERT INTO engines (url, state, reason) VALUES (?,?,?)"

@@ -1,7 +1,7 @@
 """A connection that sends several statements together, without waiting for the result of each.
 
-It uses libpq's pipeline mode directly. psycopg's cursors would take more CPU time than the statements themselves. When a caller asks for a
-result, all pending results are read.
+It uses libpq's pipeline mode directly, because psycopg's cursors would take more CPU time than the statements themselves. When a caller
+asks for a result, all pending results are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queries for lists and statistics of rollouts in the shared store. Where possible, they use the totals that PostgreSQL keeps."""
+"""Queries for lists and statistics of rollouts in the shared store. Where possible, they use the totals in `totals.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas in the shared store. The shared database has the sessions of all projects, so it can measure each project."""
+"""Quotas in the shared store. Its database contains the sessions of all projects, so each project can be measured there."""
 
 from __future__ import annotations
 

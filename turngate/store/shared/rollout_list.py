@@ -1,7 +1,7 @@
 """Keep lists of rollouts and groups in the shared store, so that showing one page reads only the rows on that page.
 
-Gateways update the lists from the events (`views/shared_index.py`), one gateway at a time. `rollout_list_state` has the number of the
-newest event that the lists include.
+Gateways update the lists from the events (`views/shared_index.py`), one gateway at a time. The table `rollout_list_state` holds the
+number of the newest event that the lists include.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def find_unopened(db: StoreConnection) -> list[str]:
 
 
 def find_silent(db: StoreConnection, before: float) -> list[str]:
-    """Return the ids of up to 1000 starting and finishing rollouts that have reported nothing since the time `before`."""
+    """Return the ids of up to 1000 starting or finishing rollouts that have reported nothing since the time `before`."""
     query = "SELECT id FROM rollout_list WHERE status IN ('starting', 'finishing') AND seen<? LIMIT 1000"
     return [session for (session,) in db.execute(query, (before,)).fetchall()]
 

@@ -1,6 +1,6 @@
-"""Write shipments to the shared store. Each session is written with its outcome, attempt and feed entries.
+"""Write shipments to the shared store. Each session is written with its trace, outcome, attempt, feed entries and events.
 
-All shipments of a batch are written in one transaction.
+Shipments that are passed to `ShipmentWriter.write` together are written in one transaction.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class _Writing(msgspec.Struct, frozen=True):
-    """The shipments that one transaction writes, and what the shared store already has of their sessions."""
+    """The shipments that one transaction writes, and what the shared store already knows about their sessions."""
 
     shipments: Sequence[Shipment]
     known: dict[str, _Known]
@@ -134,7 +134,7 @@ class _Writing(msgspec.Struct, frozen=True):
         return known.cell if known is not None and known.cell else shipment.cell
 
     def find_changed_outcomes(self) -> list[tuple[Shipment, bytes]]:
-        """Return the shipments with outcomes that the shared store does not have, each with its outcome."""
+        """Return the shipments whose outcome is new to the shared store or newer than the one there, each with its outcome."""
         return [
             (shipment, shipment.outcome[1])
             for shipment in self.shipments
@@ -144,7 +144,7 @@ class _Writing(msgspec.Struct, frozen=True):
 
 
 class ShipmentWriter:
-    """Writes shipments. If a session is shipped again, only what has changed is written, such as a replaced outcome or later events."""
+    """Writes shipments. If a session is shipped again, only what may have changed is written, such as the outcome and later events."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
@@ -218,7 +218,7 @@ class ShipmentWriter:
         return history
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the ids of sessions that the store does not have, or has without their newest event.
+        """Return the ids of those sessions that are missing from the store, or whose newest event is missing there.
 
         Each session is given as its id and the number of its newest event. Sessions that were deleted from the shared store do not
         count as missing.
@@ -318,7 +318,7 @@ class ShipmentWriter:
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _write_events(self, db: PipelinedConnection, writing: _Writing, completed: Sequence[NewEvent]) -> None:
-        """Write the events that the shared store does not have. They keep their order, but get new numbers."""
+        """Write the shipped events that the shared store does not have, and then `completed`. Number all of them in this order."""
         sessions: list[bytes] = []
         times: list[float] = []
         kinds: list[bytes] = []
@@ -344,7 +344,7 @@ class ShipmentWriter:
 
 
 class _AttemptNames:
-    """The attempts of shipped sessions. An attempt is superseded if its cell was lost or another attempt has replaced it."""
+    """The attempts of shipped sessions. An attempt is superseded if its cell was lost or another session or attempt has replaced it."""
 
     def __init__(self, db: PipelinedConnection, writing: _Writing) -> None:
         """Register the attempts of the shipments."""
@@ -364,7 +364,7 @@ class _AttemptNames:
         return "" if rollout == shipment.id else rollout
 
     def supersede(self, db: PipelinedConnection) -> set[str]:
-        """Supersede the attempts that were lost or replaced. Return the ids of all sessions with superseded attempts."""
+        """Supersede the attempts that were lost or replaced. Return the ids of all shipped sessions with superseded attempts."""
         registered = {(rollout, attempt): found for rollout, attempt, *found in self._registered.fetchall()}
         superseded = {session for (session,) in self._given_up.fetchall()}
         others = self._others.fetchall() if self._others is not None else []

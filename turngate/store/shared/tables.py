@@ -69,8 +69,8 @@ _MIGRATIONS = {
 def prepare(db: Connection, where: str, schema: str = "") -> None:
     """Create the tables, or migrate those of an older version. Only one process at a time does so; others wait.
 
-    `schema` is a project's schema. It has its own tables, except that `cells` is a view of the table in the main store, and that the tables
-    of the fence and the engines exist only in the main store.
+    `schema` is a project's schema, or empty for the main store. A project's schema has its own tables, except that `cells` is a view of the
+    table in the main store, and that the tables of the fence and the engines exist only in the main store.
     """
     with db.transaction():
         db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
@@ -132,7 +132,7 @@ def read_version(db: Connection) -> int:
 def check_version(version: int, where: str) -> None:
     if version > SHARED_VERSION:
         raise ConfigError(
-            f"data: the shared store {where} has schema version {version}, but this version of Turngate supports only schema version "
+            f"data: the shared store {where} has schema version {version}, but this version of Turngate supports versions only up to "
             f"{SHARED_VERSION}; use the version of Turngate that wrote it, or a newer one",
             param="data",
         )
