@@ -158,7 +158,9 @@ def test_link_to_another_place_cannot_travel(tmp_path: Path, cache: ArchiveCache
     files = write_files(tmp_path / "files", {"a/b": ""})
     (files / "link").symlink_to(target)
     task = Task(id="t", instruction="x", files=files)
-    with pytest.raises(TaskError, match=r"task: t: files/link is a link to .*; replace the link with a file"):
+    with pytest.raises(
+        TaskError, match=r"task: t: files/link is a link to .*, or replace the link with a copy of its target"
+    ):
         cache.store(task)
     assert pack_task(task).archive, "on this machine, the link stays what it is"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == []
@@ -254,7 +256,7 @@ def test_task_cannot_refer_to_files_outside_its_archive(
     task = Task(id="t", instruction="x", **fields)
     with pytest.raises(ArchiveError, match="which is outside its archive"):
         cache.open_task(PackedTask(task=task, archive=packed.archive), {})
-    with pytest.raises(ArchiveError, match="the rollout's order names no archive"):
+    with pytest.raises(ArchiveError, match="the rollout's order specifies no archive"):
         cache.open_task(PackedTask(task=task), {})
 
 

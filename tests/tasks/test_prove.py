@@ -158,7 +158,7 @@ def test_task_with_unknown_log_parser_is_not_tried(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["tasks", "check", str(tmp_path / "t.jsonl"), "--json"])
     [line] = json.loads(done.stdout)
     assert (done.exit_code, line["verdict"], line["seconds"]) == (1, "wrong", 0.0), line
-    assert line["message"].startswith("unknown log_parser 'nose'; use one of: pytest, ")
+    assert line["message"].startswith("unknown log parser 'nose'; use one of: pytest, ")
 
 
 def test_task_with_log_parser_that_cannot_be_looked_up_is_not_wrong(

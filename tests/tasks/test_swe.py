@@ -189,6 +189,11 @@ def test_swe_bench_eval_script() -> None:
         ({"test_patch": ""}, "test_patch is empty"),
         ({"install_config": "pytest"}, "install_config must be an object, but 'pytest' is not valid JSON"),
         ({"install_config": [1]}, "install_config must be an object, not a list"),
+        (
+            {"PASS_TO_PASS": "[" * 5000},
+            "PASS_TO_PASS must be a list of test names, but its JSON is nested too deeply",
+        ),
+        ({"install_config": '{"a":' * 5000}, "install_config must be an object, but its JSON is nested too deeply"),
         ({"install_config": {"log_parser": "pytest"}}, "install_config.test_cmd is missing"),
         ({"install_config": {"test_cmd": "pytest"}}, "install_config.log_parser is missing"),
         (

@@ -1,7 +1,8 @@
 """Pack a task for another machine: its fields as data, and its files as a tar archive named by the SHA-256 of its content.
 
-An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link stays a link.
-Devices, pipes and sockets are left out, as they are when files are uploaded to a sandbox. `archive_cache.py` stores and unpacks archives.
+An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link in a folder stays
+a link. Devices, pipes and sockets are left out, as they are when files are uploaded to a sandbox. `archive_cache.py` stores and unpacks
+archives.
 
 Values that a task takes from this machine's environment variables (`${NAME}` in a Harbor task) are not packed. The machine that unpacks
 the task reads the variables from its own environment.
@@ -42,7 +43,7 @@ class ArchiveFiles:
         self.roots: dict[str, Path] = {}
 
     def add(self, path: Path, name: str) -> Path:
-        """Add a file or folder, unless a folder that contains it was added before. Return its path in the archive."""
+        """Add a file or folder, unless it or a folder that contains it was added before. Return its path in the archive."""
         path = path.absolute()
         for place, root in self.roots.items():
             if path.is_relative_to(root) and ".." not in (inside := path.relative_to(root)).parts:
@@ -139,7 +140,7 @@ def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
 
 
 def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Callable[[str, str], str]) -> Task:
-    """Return the task with its paths changed by `move`, and the names of its grading functions changed by `move_function`.
+    """Return a copy of the task in which `move` has changed the paths, and `move_function` the names of grading functions.
 
     The second argument of `move` is a name for the path in the archive. The second argument of `move_function` is a name for the archive
     folder that is to contain the function's file.

@@ -6,8 +6,8 @@ not the content must not get the content. Archives of the project `default` are 
 
 Files are written under a temporary name and renamed, so that no process sees an incomplete file. Everything is checked before it is read:
 an archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in
-the folder. An archive is refused if it is too large or contains a link that points outside it. The cache folder may be removed while no
-rollout is running.
+the folder. An archive is refused if it is too large, or contains an absolute link or a link that could point outside it. The cache folder
+may be removed while no rollout is running.
 
 If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed. Archives in use are kept: every
 rollout, in any process, holds a lock on its archive's `<sha256>.lock`. The modification time of the lock file is the time of the last use.
@@ -85,8 +85,8 @@ class ArchiveCache:
     def store(self, task: Task) -> PackedTask:
         """Pack a task and store its archive.
 
-        Raise `TaskError` if its files cannot be read, exceed the size limit, or include a link to a file outside the task. Raise
-        `ArchiveError` if the archive cannot be written.
+        Raise `TaskError` if its files cannot be read, exceed the size limit, or include an absolute link or a link that could point outside
+        them. Raise `ArchiveError` if the archive cannot be written.
         """
         packed, files = lay_out(task)
         if not files.roots:
@@ -95,8 +95,8 @@ class ArchiveCache:
         def check(member: tarfile.TarInfo) -> None:
             if member.issym() and not stays_inside(member.name.count("/"), member.linkname):
                 raise TaskError(
-                    f"task: {task.id}: {member.name} is a link to {member.linkname}, which is outside the task's files, so "
-                    "the task cannot be sent to another machine; replace the link with a file",
+                    f"task: {task.id}: {member.name} is a link to {member.linkname}, which cannot be resolved on another machine; use a "
+                    "relative link to one of the task's files, with '..' only at its start, or replace the link with a copy of its target",
                     param="task",
                 )
 
@@ -152,7 +152,7 @@ class ArchiveCache:
 
         def move(path: Path, _: str) -> Path:
             if root is None:
-                raise ArchiveError(f"task {task.id} refers to {path}, but the rollout's order names no archive")
+                raise ArchiveError(f"task {task.id} refers to {path}, but the rollout's order specifies no archive")
             if path.is_absolute() or ".." in path.parts:
                 raise ArchiveError(f"task {task.id} refers to {path}, which is outside its archive")
             return root / path
@@ -249,7 +249,7 @@ class ArchiveCache:
         try:
             file.seek(0)
             if skipped := unpack(file, scratch / "new", limit=self._max_bytes):
-                raise ArchiveError(f"archive {folder.name[:12]} is not safe to unpack: {'; '.join(skipped)}")
+                raise ArchiveError(f"archive {folder.name[:12]} cannot be unpacked completely: {'; '.join(skipped)}")
             _set_modes(file, scratch / "new")
             if folder.exists():
                 folder.rename(scratch / "old")

@@ -1,6 +1,6 @@
 """Environment values that belong to this machine. A task's file names the variables, so that the file itself contains no secrets.
 
-The values do not leave the machine. A task that is sent to another machine names only the variables, and that machine uses its own values.
+A task that is sent to another machine names only the variables, and that machine uses its own values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def remove_host_values(task: Task) -> Task:
 
 
 def add_host_values(task: Task, environment: Mapping[str, str]) -> Task:
-    """Return the task with the values that `remove_host_values` removed, read from the variables in `environment`."""
+    """Return the task with values from `environment` in place of those that `remove_host_values` removed."""
     values = {
         (one.place, one.name): read_variable(one.variable, environment, f"task {task.id}", one.default)
         for one in task.host_env
@@ -65,8 +65,8 @@ def read_variable(name: str, environment: Mapping[str, str], user: str, default:
     value = environment.get(name, default)
     if value is None:
         raise ConfigError(
-            f"{user} needs the environment variable {name}, which is not set on this machine; set it in the environment of the "
-            "machine's cell",
+            f"{user} needs the environment variable {name}, which is not set on this machine; set it in the environment of this "
+            "machine's cell, and restart the cell",
             param=name,
         )
     return value

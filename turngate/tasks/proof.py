@@ -40,7 +40,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prove_task(task: Task, environment: GradingEnvironment) -> Proof:
-    """Grade the untouched task and the reference solution, each in fresh sandboxes.
+    """Grade the untouched task and, if it scores 0, the reference solution (if there is one), each in fresh sandboxes.
 
     Failures are reported in the proof, not raised.
     """
@@ -54,7 +54,7 @@ async def _prove(task: Task, environment: GradingEnvironment) -> Proof:
         return Proof(
             task=task.id,
             verdict="not proven",
-            message="the task has no grader; add tests/test.sh to its folder, or the field grader to its row",
+            message="the task has no grader; add tests/test.sh to its folder, or the field 'grader' to its row",
         )
     untouched = await grade(task, None, _with_own_log(environment, "untouched"))
     if task.solution is None:

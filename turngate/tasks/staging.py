@@ -22,7 +22,7 @@ def build_sandbox_spec(
             )
         if task.image and backend.name in IMAGELESS:
             raise TaskError(
-                f"task: {task.id} needs the image {task.image}, but a {backend.name} sandbox has no images; use the docker sandbox",
+                f"task: {task.id} needs the image {task.image}, but a {backend.name} sandbox cannot run images; use the docker sandbox",
                 param="sandbox",
             )
     chosen = image or task.image
@@ -59,4 +59,5 @@ async def run_setup(sandbox: Sandbox, task: Task) -> None:
             else f"failed with exit code {result.exit_code}"
         )
         output = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
-        raise TaskError(f"the setup script {failure}: {output or 'it printed nothing'}", param="setup.sh")
+        ending = f": {output}" if output else " and printed nothing"
+        raise TaskError(f"the setup script {failure}{ending}", param="setup.sh")

@@ -124,7 +124,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The kind of task, by which rewards are summarized: `kind` or else `category` in the metadata. Empty if neither is a string."""
+        """The kind of task, by which rewards are summarized: `kind` in the metadata, otherwise `category`. Empty if neither is a string."""
         named = (self.metadata.get(name) for name in ("kind", "category"))
         return next((kind for kind in named if isinstance(kind, str) and kind), "")
 

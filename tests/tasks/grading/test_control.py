@@ -36,7 +36,7 @@ REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
         ("exit 255", "gave no reward (exit code 255)"),  # there is no signal 127
         ("sleep 60", "took longer than its limit of 2 s"),
         ("reward=much\n" + REWARD, "reward.txt must contain a finite number"),
-        ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "not a regular file"),
+        ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "it must be a regular, writable file"),
     ],
 )
 async def test_grader_without_decision_is_invalid_task(

@@ -42,6 +42,7 @@ def test_valid_rewards(kind: str, content: bytes, reward: float) -> None:
         ("json", b'{"reward": null}'),
         ("json", b"[1]"),
         ("json", b"NaN"),
+        pytest.param("json", b"[" * 5000, id="nested"),
     ],
 )
 def test_invalid_reward_is_undecided(kind: str, content: bytes) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.tasks.grading.types import GradingEnvironment
-from turngate.tasks.task import Swe, Task
+from turngate.tasks.task import Part, Rubric, Script, Swe, Task
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
 
@@ -109,6 +109,30 @@ async def test_install_runs_after_work_is_in_place(shop: Task, isolated: Grading
         "invalid task",
         None,
     ) and "install command failed with exit code" in result.message
+
+
+async def test_only_graders_that_need_it_get_the_agents_git_folder(
+    shop: Task, isolated: GradingEnvironment, tmp_path: Path
+) -> None:
+    """The work of a rubric includes the agent's `.git` if one part needs it. The other parts keep the task's own."""
+    count = 'git rev-list --count HEAD > "$TURNGATE_LOGS/verifier/reward.txt"'
+    files = kit.write_files(tmp_path / "tests", {"test.sh": count})
+    script = Script(files=files, timeout_s=scaled(60))
+    parts = (
+        Part(name="history", weight=1, grader=msgspec.structs.replace(script, git=True)),
+        Part(name="base", weight=1, grader=script),
+        Part(name="tests", weight=1, grader=swe(install='test "$(git log --format=%s)" = base')),
+    )
+    work = kit.make_work(tmp_path / "w", {"shop/prices.py": kit.FIX})
+    make_commits = (
+        "git init -q . && for i in 1 2 3; do git -c user.name=t -c user.email=t@t commit -q --allow-empty -m $i; done"
+    )
+    subprocess.run(["/bin/sh", "-c", make_commits], cwd=work.folder, check=True)
+    result = await kit.grade_and_check(msgspec.structs.replace(shop, grader=Rubric(parts=parts)), work, isolated)
+    assert {part.name: part.reward for part in result.parts} == {"history": 3.0, "base": 1.0, "tests": 1.0}, (
+        result.message
+    )
+    assert result.notes == ()
 
 
 def _binary(old: bytes, new: bytes) -> str:

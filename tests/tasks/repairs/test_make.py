@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import random
+import socket
 import tarfile
 import textwrap
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -115,6 +118,65 @@ def test_release_is_read_from_cached_archive(tmp_path: Path, monkeypatch: pytest
     assert package.left_out == ("logo.png",) and "PKG-INFO" not in package.files
 
 
+@pytest.mark.parametrize("damage", ["truncated", "changed", "not an archive", "wrong checksum"])
+def test_damaged_archive_is_a_task_error(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path))
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
+        member = tarfile.TarInfo("limits-1.0/limits.py")
+        member.size = 300_000
+        tar.addfile(member, io.BytesIO(random.Random(1).randbytes(member.size)))
+    whole = stream.getvalue()
+    middle = len(whole) // 2
+    archive = tmp_path / "releases" / "limits-1.0.tar.gz"
+    archive.parent.mkdir()
+    archive.write_bytes(
+        {
+            "truncated": whole[:middle],
+            "changed": whole[:middle] + b"\xff" * 2000 + whole[middle + 2000 :],
+            "not an archive": b"<html>",
+            "wrong checksum": whole[:-8] + bytes(4) + whole[-4:],
+        }[damage]
+    )
+    with pytest.raises(TaskError, match=f"the archive of limits==1.0 cannot be read: .*; delete .*{archive.parent}"):
+        load_package("limits==1.0")
+
+
+@pytest.mark.parametrize(
+    ("response", "problem"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n<a", "IncompleteRead"),
+        (b"nonsense\r\n\r\n", "BadStatusLine"),
+    ],
+    ids=["incomplete body", "invalid status line"],
+)
+def test_failed_download_is_a_task_error(
+    response: bytes, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def respond() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(response)
+
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        server = threading.Thread(target=respond)
+        server.start()
+        with pytest.raises(TaskError, match=f"cannot be downloaded: {problem}.*; check the package's name"):
+            load_package("limits==1.0")
+        server.join()
+
+
+def test_index_url_without_scheme_is_a_task_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_INDEX_URL", "localhost/simple")
+    with pytest.raises(TaskError, match=r"cannot be downloaded: unknown url type.*PIP_INDEX_URL"):
+        load_package("limits==1.0")
+
+
 def test_unpacked_release_has_the_name_of_the_release(tmp_path: Path) -> None:
     about = "Metadata-Version: 2.4\nName: limits\nVersion: 1.0\nLicense: MIT\n"
     folder = write_files(tmp_path / "limits-1.0", {**FILES, "PKG-INFO": about})
@@ -132,6 +194,10 @@ def test_unpacked_release_has_the_name_of_the_release(tmp_path: Path) -> None:
         ({"limits/__init__.py": ""}, "has no tests"),
         ({"tests/test_a.py": ""}, "has no code to inject bugs into"),
         ({"pyproject.toml": "["}, "limits/pyproject.toml is not valid TOML"),
+        (
+            {"pyproject.toml": "x = " + "[" * 5000},
+            "limits/pyproject.toml is not valid TOML: a value is nested too deeply",
+        ),
     ],
 )
 def test_unsuitable_packages(files: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
         text = (subject.folder / "answer.txt").read_text()
         return 1.0 if text.strip() == "42" else 0.0
 
-The function receives a `Subject`: the work as files on the host, the agent's host tool calls and turns, and `exec`, which runs a command in
+The function receives a `Subject`: the work as files on the host, the agent's host tool calls and turns, and `exec`, which runs commands in
 a fresh sandbox with a copy of the work. It returns a number or a `Grade`, which may also give rewards to turns. If it raises an exception,
 it gives no reward.
 """
@@ -73,7 +73,7 @@ class Subject:
     ) -> ExecResult:
         """Run a command in a sandbox with a copy of the work, and kill processes that the command leaves running.
 
-        The first call creates the sandbox, and later calls use the same one.
+        All calls use the same sandbox.
         """
         return await self._sandbox_owner.exec(command, env, stdin, timeout_s)
 
@@ -150,18 +150,15 @@ async def run_grader(
     function = await asyncio.to_thread(_load_function, task, grader.name)
     async with _open_subject(task, work, environment, grader.timeout_s, log) as (subject, owner):
         try:
-            async with asyncio.timeout(grader.timeout_s):
+            async with asyncio.timeout(grader.timeout_s) as limit:
                 value = await _call_function(function, subject)
-        except TimeoutError:
-            raise _fault_or_undecided(
-                owner, f"{grader.name} took longer than its limit of {grader.timeout_s:g} s"
-            ) from None
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # the task's own code may raise anything
-            raise _fault_or_undecided(
-                owner, f"{grader.name} failed: {type(error).__name__}: {str(error)[:500]}"
-            ) from error
+        except Exception as error:  # the task's own code may raise anything, including a TimeoutError of its own
+            reason = f"{grader.name} failed: {type(error).__name__}: {str(error)[:500]}"
+            if isinstance(error, TimeoutError) and limit.expired():
+                reason = f"{grader.name} took longer than its limit of {grader.timeout_s:g} s"
+            raise _fault_or_undecided(owner, reason) from error
         if owner.fault is not None:
             raise owner.fault
         return GraderResult(grade=_to_grade(grader.name, value))

@@ -65,7 +65,7 @@ async def _grade_work(task: Task, work: Work | None, environment: GradingEnviron
     if task.grader is None:
         return Grade(
             kind="invalid task",
-            message=f"task {task.id} has no grader; add tests/test.sh to its folder, or the field grader to its row",
+            message=f"task {task.id} has no grader; add tests/test.sh to its folder, or the field 'grader' to its row",
         )
     if work is not None and work.lost:
         return Grade(kind="agent failed", message=work.lost)
@@ -191,7 +191,7 @@ async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnv
 
 
 def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int, int]]:
-    """Return the path, size and modification time of each of a task's files, so that the control runs again if the task is edited."""
+    """Return the path, size and modification time of the files that set up the task or grade it, so that an edit reruns the control."""
     paths = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
     if isinstance(grader, Function) and (file := function.find_function_file(task, grader.name)) is not None:
         paths.append(file)

@@ -82,7 +82,7 @@ _ELSEWHERE = re.compile(r" <- \S+$")
 
 
 def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
-    """Parse pytest's output. The summary takes precedence over progress lines, and the output of tests is ignored."""
+    """Parse pytest's output. The summary takes precedence over progress lines. The captured output of tests is ignored."""
     progress: dict[str, CaseOutcome] = {}
     summary: dict[str, CaseOutcome] = {}
     last: dict[str, CaseOutcome] = {}  # the current run's last summary, because a test may have printed one earlier
@@ -242,7 +242,7 @@ def _find_foreign_parser(name: str) -> ForeignParser:
     kind, _, rest = name.partition(":")
     if kind not in FOREIGN_KINDS or not rest:
         forms = ", ".join([*_OWN_PARSERS, "swebench:<owner/repo>", "swebench:<parser>", "rebench:<parser>"])
-        raise TaskError(f"unknown log_parser {name!r}; use one of: {forms}", param="log_parser")
+        raise TaskError(f"unknown log parser {name!r}; use one of: {forms}", param="log_parser")
     available = _list_swebench_parsers()
     if rest in available.parsers:
         return ForeignParser("parser", rest)
@@ -281,14 +281,16 @@ def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_TIMEOUT_S, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
         if arguments:
-            raise Undecided(f"swebench's parser for {arguments[-1]} took longer than {FOREIGN_TIMEOUT_S:g} s") from None
+            raise Undecided(
+                f"swebench's log parser ({arguments[-1]}) took longer than {FOREIGN_TIMEOUT_S:g} s"
+            ) from None
         raise ConfigError(
             f"log_parser: importing swebench took longer than {FOREIGN_TIMEOUT_S:g} s; try again when the machine is less busy"
         ) from None
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         if arguments:
-            raise Undecided(f"swebench's parser for {arguments[-1]} cannot read the log: {last}")
+            raise Undecided(f"swebench's log parser ({arguments[-1]}) cannot read the log: {last}")
         raise ConfigError(
             f"log_parser: swebench is installed, but its parsers cannot be imported: {last}; run `pip install 'turngate[swe]'`"
         )

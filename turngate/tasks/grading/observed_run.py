@@ -96,7 +96,7 @@ async def run_observed(
     )
     _, began, rest = done.stdout.decode("utf-8", "replace").partition(f"\n{start}\n")
     between, ended, code = rest.rpartition(f"\n{end} ")
-    whole = bool(began and ended and code.strip().isdigit()) and not done.timed_out
+    whole = bool(began and ended and code.strip().isdecimal()) and not done.timed_out
     return ObservedRun(
         output=done.stdout.replace(start.encode(), b"(start)").replace(end.encode(), b"(end)"),
         log=between if whole else None,

@@ -41,7 +41,7 @@ def _paths_in_header(line: str) -> list[str]:
 def _paths_in_git_header(words: str) -> list[str]:
     """Parse `a/x b/x` from a `diff --git` line.
 
-    If no text changes, only this line contains the file's name: for example, for a new mode, an empty file or a binary file.
+    For an empty file or a change of mode, no other line contains the file's name.
     """
     if words.startswith('"'):
         end = re.match(r'"(?:[^"\\]|\\.)*"', words)

@@ -17,7 +17,7 @@ _WORST: tuple[OutcomeClass, ...] = ("infrastructure fault", "invalid task", "age
 
 
 async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Grade]]) -> Grade:
-    """Grade every part with `grade_part`, and combine the grades. A failed part does not prevent grading the others."""
+    """Grade every part with `grade_part`, and combine the grades. If a part cannot be graded, the others are still graded."""
     total = sum(part.weight for part in rubric.parts)
     if not 0 < total < math.inf or any(part.weight < 0 for part in rubric.parts):
         raise TaskError(

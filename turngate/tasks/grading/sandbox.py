@@ -69,9 +69,10 @@ _swept: list[int] = []  # not empty once this process has removed old scratch fo
 
 @asynccontextmanager
 async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: float) -> AsyncIterator[Sandbox]:
-    """Create a sandbox without network access, set up the task in it, and stop the sandbox after the block.
+    """Create a sandbox, set up the task in it, and stop the sandbox after the block.
 
-    `life_s` is the grader's time limit in seconds. Time for the setup is added to it.
+    The sandbox has no network access, unless its backend cannot block it. `life_s` is the grader's time limit in seconds. The sandbox's
+    lifetime also includes time for the setup and a reserve.
     """
     backend = environment.backend
     needed = staging.build_sandbox_spec(task, backend, image=environment.image, resources=environment.resources)
@@ -113,9 +114,12 @@ def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[s
 
 
 async def upload_work(
-    sandbox: Sandbox, folder: Path, *, exclude: Collection[str] = (), held: Sequence[str] = ()
+    sandbox: Sandbox, folder: Path, *, git: bool = False, exclude: Collection[str] = (), held: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Replace the content of the sandbox's working folder with the agent's work. The original `.git` is kept unless the work includes one.
+    """Replace the content of the sandbox's working folder with the agent's work.
+
+    The original `.git` is kept, unless `git` is set and the work includes a `.git`. A rubric's graders share one work, so it can include a
+    `.git` that this grader does not need.
 
     Files that the agent deleted are deleted in the sandbox too. Python caches are not copied: Python accepts an outdated cache if the
     source changed within the same second and kept its length, so the work could otherwise be graded with outdated code.
@@ -124,10 +128,11 @@ async def upload_work(
     Return notes on the files that could not be copied.
     """
     private = await upload_private_files(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
-    kept = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # "/" matches no file
+    kept = "/" if git and (folder / GIT).exists() else GIT  # "/" matches no file
     remaining = await run_step(sandbox, _CLEAR, sandbox.workdir, private, kept)
     left_behind = {*exclude, *held, *await asyncio.to_thread(_find_blocking_paths, folder, held)}
     left_behind |= await asyncio.to_thread(_find_caches, folder)
+    left_behind |= set() if git else {GIT}
     notes: tuple[str, ...] = ()
     try:
         await sandbox.upload(folder, sandbox.workdir, exclude=left_behind)
@@ -166,7 +171,10 @@ def _find_caches(folder: Path) -> set[str]:
 
 @asynccontextmanager
 async def scratch_folder() -> AsyncIterator[Path]:
-    """Create a host folder for a grader's intermediate files. On first use, remove folders that killed processes left behind."""
+    """Create a host folder for a grader's intermediate files, and remove it after the block.
+
+    The first call also removes folders that killed processes left behind.
+    """
     if not _swept:
         _swept.append(await folders.sweep_folders(None, SCRATCH_KIND))
     folder = await asyncio.to_thread(folders.create_folder, None, SCRATCH_KIND, "files")

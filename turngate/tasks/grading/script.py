@@ -66,7 +66,7 @@ async def run_grader(
         raise TaskError(f"task: {task.id}: the tests folder {grader.files} does not exist", param="tests")
     if not grader.probe:
         async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
-            notes = await grading_sandbox.upload_work(sandbox, work.folder) if work is not None else ()
+            notes = await _upload_work(sandbox, grader, work)
             reward = await _run_script(sandbox, grader, environment, log, {})
             return GraderResult(grade=Grade(kind="graded", reward=reward, notes=notes))
     async with grading_sandbox.scratch_folder() as folder:
@@ -86,7 +86,7 @@ async def _run_probe(
     await asyncio.to_thread(_copy_probe_files, grader.files, folder / "tests")
     (folder / "left").mkdir()
     async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
-        notes = await grading_sandbox.upload_work(sandbox, work.folder) if work is not None else ()
+        notes = await _upload_work(sandbox, grader, work)
         tests, logs = await _prepare(sandbox, environment, folder / "tests")
         await sandbox.exec(["mkdir", "-p", f"{logs}/probe"], cwd="/", timeout_s=grading_sandbox.STEP_TIMEOUT_S)
         done = await _exec(sandbox, grader.probe, grader.timeout_s, tests, logs, {})
@@ -105,6 +105,10 @@ async def _run_probe(
             raise
     code = "timeout" if done.timed_out else str(done.exit_code)
     return {"TURNGATE_PROBE_EXIT": code}, (*notes, *format_names([f"probe: {line}" for line in skipped]))
+
+
+async def _upload_work(sandbox: Sandbox, grader: Script, work: Work | None) -> tuple[str, ...]:
+    return () if work is None else await grading_sandbox.upload_work(sandbox, work.folder, git=grader.git)
 
 
 def _copy_probe_files(files: Path | None, target: Path) -> None:
@@ -148,7 +152,7 @@ async def _decide(sandbox: Sandbox, grader: Script, done: ExecResult, logs: str)
     code = done.exit_code
     if _SIGNAL < code <= _SIGNAL + _MAX_SIGNAL:
         raise Undecided(
-            f"the grader's script was killed by signal {code - _SIGNAL} (exit code {code}) before it gave a reward"
+            f"the grader's script was killed by signal {code - _SIGNAL} (exit code {code}), so its reward, if any, does not count"
         )
     if grader.decides == "exit code":
         if code in (0, 1):
@@ -201,7 +205,8 @@ async def _read_reward(sandbox: Sandbox, grader: Script, logs: str) -> float:
         raise Undecided(f"it wrote neither reward.txt nor reward.json to {where}/verifier{hint}")
     if done.exit_code == _SUSPICIOUS:
         raise Undecided(
-            "the reward file is a link, is not writable or is not a regular file, so it may have been planted"
+            "the reward file may have been planted: it must be a regular, writable file with a single hard link, in a writable folder "
+            "that is not a link"
         )
     kind, _, content = done.stdout.partition(b"\n")
     if done.exit_code or len(content) > _MAX_REWARD_BYTES:
@@ -238,7 +243,7 @@ def _parse_reward(kind: str, content: bytes) -> float:
     problem = f"reward.{kind} must contain {expected}, not {content[:80]!r}"
     try:
         value: object = float(content) if kind == "txt" else msgspec.json.decode(content)
-    except (ValueError, msgspec.DecodeError):
+    except (ValueError, msgspec.DecodeError, RecursionError):
         raise Undecided(problem) from None
     if isinstance(value, dict):
         numbers = {name: number for name, number in value.items() if _is_number(number)}

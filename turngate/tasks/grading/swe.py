@@ -93,7 +93,7 @@ async def run_grader(
 ) -> GraderResult:
     if not (grader.fail_to_pass or grader.pass_to_pass):
         raise TaskError(
-            f"task: {task.id}: FAIL_TO_PASS and PASS_TO_PASS are empty; name at least one test", param="FAIL_TO_PASS"
+            f"task: {task.id}: fail_to_pass and pass_to_pass are empty; name at least one test", param="FAIL_TO_PASS"
         )
     async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s + INSTALL_S) as sandbox:
         test_files = _TestFiles(_find_patched_tests(task, grader), await _list_files(sandbox), _all_cases(grader))
@@ -148,7 +148,7 @@ class _TestFiles:
 
     The tests include the files that the test patch touches, the test folders around them, the files that the cases name, and files that
     control the runner. Without a test patch, they also include the test folders around the files that the cases name. `base` lists
-    the files of the base commit.
+    the files of the fresh checkout.
     """
 
     def __init__(self, changed: Sequence[str], base: Iterable[str], cases: Iterable[str]) -> None:
@@ -244,9 +244,11 @@ async def _list_files(sandbox: Sandbox) -> set[str]:
 
 
 def _list_work_files(folder: Path) -> set[str]:
-    """Return the paths of all files in a folder. A link to a folder counts as a file."""
+    """Return the paths of all files in a folder, except those in its `.git`. A link to a folder counts as a file."""
     paths = set()
     for place, folders, files in os.walk(folder):
+        if GIT in folders and Path(place) == folder and not (folder / GIT).is_symlink():
+            folders.remove(GIT)
         links = [name for name in folders if Path(place, name).is_symlink()]
         paths |= {str(Path(place, name).relative_to(folder)) for name in (*files, *links)}
     return paths

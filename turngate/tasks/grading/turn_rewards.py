@@ -11,7 +11,7 @@ from turngate.trace.turn_rewards import TurnReward, check_turn_rewards, resolve_
 
 
 async def check_grade(grade: Grade, work: Work | None) -> Grade:
-    """Fill in the turn that each turn reward is for, and return the new grade. Raise `Undecided` if a turn reward is invalid."""
+    """Fill in the turn that each turn reward is for, and return the new grade. Raise `Undecided` if the turn rewards are invalid."""
     if grade.turn_rewards is None:
         return grade
     try:

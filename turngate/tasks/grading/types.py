@@ -1,7 +1,7 @@
 """Types for grading: the agent's work as it was copied to the host, and its grade.
 
-A reward is a number that a grader returned, or 0 if the work broke the grader. In all other cases, the reward is None, and the outcome
-class states what was at fault.
+A reward comes from a grader, or is the 0 that an end policy assigns to a failure. Work that breaks the grader gets 0. If there is no
+reward, `reward` is None, and the outcome class states what was at fault.
 """
 
 from __future__ import annotations

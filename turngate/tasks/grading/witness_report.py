@@ -59,7 +59,7 @@ class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_report(key: bytes, report: bytes) -> WitnessReport:
-    """Parse a report up to the first line with an invalid signature. Each signature also covers the previous one."""
+    """Parse a report up to the first line whose signature or content is invalid. Each signature also covers the previous one."""
     last, started, ended = b"", False, False
     outcomes: dict[str, WitnessOutcome] = {}
     tampered: set[str] = set()

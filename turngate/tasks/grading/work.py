@@ -1,8 +1,8 @@
 """Collect the agent's work: copy its working folder to the host after all of its processes have ended.
 
-The agent controls the content of this folder. Devices, pipes, and links that point outside the folder are left out and reported, so that
-they cannot fail a rollout. Unless a grader needs it, the agent's `.git` is left out, because its hooks, filters and settings can make
-git run the agent's code.
+The agent controls the content of this folder. Devices, pipes, absolute links, and links that could point outside the folder are left out
+and reported, so that they cannot fail a rollout. Unless a grader needs it, the agent's `.git` is left out, because its hooks, filters and
+settings can make git run the agent's code.
 """
 
 from __future__ import annotations

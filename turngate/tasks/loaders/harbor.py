@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.common.validation import explain_error, parse_toml
+from turngate.common.validation import explain_error, parse_toml, path_exists
 from turngate.errors import BadRequest, TaskError
 from turngate.tasks.host_env import RESERVED_PREFIXES
 from turngate.tasks.task import (
@@ -125,6 +125,10 @@ def find_task_folders(path: Path) -> list[Path]:
 
 def load_task(path: Path) -> Task:
     """Load one task from a folder, or from a text file that contains the instruction."""
+    if not path_exists(path):
+        raise TaskError(
+            f"task: {path} does not exist; specify a folder with an instruction.md, or a text file", param="task"
+        )
     if path.is_file() and path.suffix in ROW_SUFFIXES:
         raise TaskError(
             f"task: {path} is a file of tasks, not one task; run its tasks with `turngate batch --tasks {path}`",
@@ -133,10 +137,6 @@ def load_task(path: Path) -> Task:
     if path.is_file():
         return Task(
             id=to_task_id(path.stem), instruction=check_instruction(read_text(path), str(path)), source=str(path)
-        )
-    if not path.is_dir():
-        raise TaskError(
-            f"task: {path} does not exist; specify a folder with an instruction.md, or a text file", param="task"
         )
     instruction = path / "instruction.md"
     if not instruction.is_file():
@@ -346,7 +346,7 @@ def _function(folder: Path, field: str, name: str, settings: _TaskFile) -> Funct
 def _part(folder: Path, line: _RubricLine, settings: _TaskFile) -> Part:
     field = f"turngate.rubric ({line.name})"
     if bool(line.script) == bool(line.function):
-        raise _field_error(folder, field, "must set either script (a file in tests/) or function, but not both")
+        raise _field_error(folder, field, "must set either 'script' (a file in tests/) or 'function', but not both")
     if line.function:
         return Part(name=line.name, weight=line.weight, grader=_function(folder, field, line.function, settings))
     script = PurePosixPath(line.script)

@@ -1,9 +1,9 @@
-"""Load tasks from any source.
+"""Load tasks from any of these sources:
 
 a folder with an instruction.md          one task, in Harbor's format (`harbor.py`)
 a folder of such folders                 all of them, sorted by name
 a .jsonl, .json or .parquet file         rows in our own format (`rows.py`) or from a SWE data set (`swe.py`), recognized by their fields
-a folder with .jsonl or .parquet files   the rows of all files
+a folder with .jsonl or .parquet files   the rows of all these files
 hf://org/name[@split]                    a data set on the Hugging Face hub, or in its local cache
 module:function, file.py:function        the tasks or rows that the function returns
 any other file                           its text is the instruction
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from turngate.common.validation import path_exists
 from turngate.errors import TaskError, TurngateError
 from turngate.tasks.loaders import harbor, rows, swe
 from turngate.tasks.task import Task, to_task_id
@@ -56,7 +58,7 @@ class Candidate(NamedTuple):
 
 
 def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
-    """Yield the tasks of a source in their original order. Raise `TaskError` at the first invalid task or duplicate id.
+    """Yield the tasks of a source. Raise `TaskError` at the first invalid task or duplicate id.
 
     `only` and `limit` have the same meaning as in `scan_tasks`.
     """
@@ -68,7 +70,7 @@ def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
 
 
 def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[LoadedTask]:
-    """Yield the tasks of a source. For an invalid task, yield the error instead.
+    """Yield the tasks of a source. For an invalid task or a duplicate id, yield the error instead.
 
     `only` lists glob patterns for ids, such as `django__*`. `limit` is the maximum number of tasks. Raise `TaskError` if the source
     cannot be read, or if no task matches.
@@ -104,7 +106,7 @@ def load_single_task(where: str) -> Task:
     """Load one task from a folder or a text file. For a source of several tasks, raise a `TaskError` that says how to run them."""
     if where.startswith(HUB):
         kind = "a data set"
-    elif _FUNCTION.fullmatch(where) and not Path(where).exists():
+    elif _FUNCTION.fullmatch(where) and not path_exists(where):
         kind = "a function that returns tasks"
     else:
         return harbor.load_task(Path(where))
@@ -118,10 +120,12 @@ def load_single_task(where: str) -> Task:
 def _find_candidates(where: str) -> Iterator[Candidate]:
     if where.startswith(HUB):
         return _hub_candidates(where)
-    path = Path(where).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(where))  # noqa: PTH111  (`Path.expanduser` raises an error for unknown users)
+    if not path_exists(path):
+        pass
+    elif path.is_dir():
         return _folder_candidates(path)
-    if path.is_file():
+    elif path.is_file():
         return _file_candidates(path)
     if (match := _FUNCTION.fullmatch(where)) is not None:
         return _function_candidates(where, match)
@@ -194,6 +198,8 @@ def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
     """Build a task from a row, which is in our own format or from a SWE data set. `where` names the file and row in messages."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
+    if isinstance(row, RecursionError):
+        raise TaskError(f"task: {where} is nested too deeply", param="row")
     if not isinstance(row, Mapping):
         raise TaskError(f"task: {where}: a row must be a JSON object", param="row")
     return swe.build_task(row, where) if swe.is_swe_row(row) else rows.build_task(row, where, beside)
@@ -221,7 +227,7 @@ def _decode_json(data: bytes) -> object:
     """Decode a JSON value. Return an error instead of raising it, so that later rows are still read."""
     try:
         return msgspec.json.decode(data)
-    except ValueError as error:  # includes invalid UTF-8
+    except (ValueError, RecursionError) as error:  # `ValueError` includes invalid UTF-8
         return error
 
 
@@ -269,7 +275,11 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
     try:
         folder = Path(snapshot_download(match["repo"], repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # the library's HTTP client, cache and name checks raise many types of errors
-        raise TaskError(f"task: {where} cannot be downloaded: {type(error).__name__}: {error}", param="tasks") from None
+        raise TaskError(
+            f"task: {where} cannot be downloaded ({type(error).__name__}: {error}); check its name, the network connection and, if it "
+            "is private, HF_TOKEN",
+            param="tasks",
+        ) from None
     for file in _select_split(folder, where, match["split"] or ""):
         yield from _file_candidates(file, f"{where}/{file.relative_to(folder).as_posix()}")
 

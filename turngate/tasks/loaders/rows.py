@@ -176,7 +176,7 @@ def _single_grader(spec: _Script | _Function | _Swe, here: str, beside: Path | N
 
 def _solution(spec: _Solution, here: str) -> Solution:
     if bool(spec.patch.strip()) == bool(spec.files):
-        raise TaskError(f"task: {here} must set either patch or files, but not both", param="solution")
+        raise TaskError(f"task: {here} must set either 'patch' or 'files', but not both", param="solution")
     if spec.files and "solve.sh" not in spec.files:
         raise TaskError(f"task: {here}.files has no solve.sh; add one that solves the task", param="solution")
     return Solution(patch=spec.patch, files=store_files(spec.files, f"{here}.files"), env=spec.env)
@@ -194,9 +194,9 @@ def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
 
 
 def store_files(files: Files, here: str) -> Path | None:
-    """Store files in the host folder `$TURNGATE_CACHE/tasks/<digest>`, where the digest is a hash of their content.
+    """Store files in the host folder `$TURNGATE_CACHE/tasks/<digest>`, where the digest is a hash of their names and content.
 
-    Return the folder, or None if there are no files. `here` names the source of the files in messages.
+    Return the folder, or None if there are no files. In messages, `here` names the source of the files.
     """
     if not files:
         return None

@@ -176,12 +176,9 @@ class SweRow:
         """Return a field's list of names. The list may be encoded as a JSON string. Any other string is rejected, never split."""
         value = self._fields.get(field)
         if value is None:
-            raise self.error(field, "is missing; set it to a list of test names, or [] for none")
+            raise self.error(field, "is missing; set it to a list of test names")
         if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise self.error(field, f"must be a list of test names, but {value[:80]!r} is not valid JSON") from None
+            value = self._parse(field, value, "a list of test names")
         if not isinstance(value, list | tuple):
             raise self.error(field, f"must be a list of test names, not {_type_name(value)}")
         if invalid := [item for item in value if not isinstance(item, str) or not item]:
@@ -198,10 +195,7 @@ class SweRow:
         """
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise self.error(field, f"must be an object, but {value[:80]!r} is not valid JSON") from None
+            value = self._parse(field, value, "an object")
         if value in (None, "", {}):
             return None
         if not isinstance(value, Mapping):
@@ -222,6 +216,14 @@ class SweRow:
 
     def is_list(self, field: str) -> bool:
         return isinstance(self._fields.get(field), list | tuple)
+
+    def _parse(self, field: str, text: str, expected: str) -> Json:
+        try:
+            return json.loads(text)
+        except RecursionError:
+            raise self.error(field, f"must be {expected}, but its JSON is nested too deeply") from None
+        except ValueError:
+            raise self.error(field, f"must be {expected}, but {text[:80]!r} is not valid JSON") from None
 
 
 def _type_name(value: object) -> str:
@@ -296,7 +298,7 @@ def detect_data_set(row: SweRow, repo: str) -> DataSet:
 def _image(row: SweRow, data_set: DataSet) -> str:
     """Return the image that the row names, or derive its name from the instance id.
 
-    In image names, each data set replaces the `__` of the instance id with its own separator.
+    In a derived name, `__` is replaced by the data set's separator. Names for SWE-rebench V2 cannot be derived.
     """
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):
@@ -335,7 +337,7 @@ def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConf
     """
     commands = config.commands("install_config.test_cmd")
     if not commands:
-        raise row.error("install_config.test_cmd", "is missing; set it to the command that runs the tests")
+        raise row.error("install_config.test_cmd", "is missing or empty; set it to the command that runs the tests")
     parser = config.text("install_config.log_parser")
     whole = data_set == "swe-rebench-v2" or config.is_list("install_config.test_cmd")
     return EvalConfig(
@@ -349,7 +351,7 @@ def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConf
 
 
 def _config_from_script(row: SweRow, repo: str) -> EvalConfig:
-    """Read the configuration of a SWE-bench row from its `eval_script`, a field that swebench 5 added.
+    """Read the configuration of a SWE-bench row from its `eval_script`, a field added with version 5 of the `swebench` package.
 
     The lines between the script's markers run the tests. The lines before its first `git checkout` or `git apply` set up the environment.
     The grader itself resets and patches the tests.
@@ -400,7 +402,10 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
         ) from None
     version = row.text("version")
     if repo not in known or version not in known[repo]:
-        raise row.error("install_config", f"{missing}; the swebench package does not support {repo} {version}")
+        raise row.error(
+            "install_config",
+            f"{missing}; the installed swebench package has no test commands for {repo} {version}, either",
+        )
     spec = known[repo][version]
     command = spec["test_cmd"]
     if isinstance(command, str):

@@ -163,7 +163,7 @@ class Bench:
             ["sh", "-c", f"{command} 2>&1"], env=env, timeout_s=limit_s, keep=OUTPUT_BYTES, leave=False
         )
         content = (await self._sandbox.read(out)).decode()
-        return int(content) if content.isdigit() else None
+        return int(content) if content.isdecimal() else None
 
     async def _write(self, changed: Mapping[str, str]) -> None:
         originals = {path: self._package.files[path] for path in self._changed - changed.keys()}
@@ -174,7 +174,7 @@ class Bench:
 
 @asynccontextmanager
 async def open_bench(package: Package, backend: Backend, image: str = "") -> AsyncIterator[Bench]:
-    """Create a sandbox without network access, and upload the package into it."""
+    """Create a sandbox, and upload the package into it. The sandbox has no network access, unless its backend cannot block it."""
     sandbox = await backend.create(SandboxSpec(image=image, labels={"for": "repairs"}))
     try:
         bench = Bench(sandbox, package)

@@ -1,7 +1,7 @@
-"""Mutations: small edits that break Python code as a programmer's mistake would.
+"""Mutations: small edits to Python code that resemble a programmer's mistakes.
 
 `find_mutations` lists every mutation of a file. A mutation replaces one piece of the text, so the formatting and the comments of the file
-stay unchanged. Every mutation is inside a function, changes what the code does (not just annotations or docstrings), and leaves the code
+stay unchanged. Every mutation is inside a function, changes the code itself (not just annotations or docstrings), and leaves it
 syntactically valid.
 """
 

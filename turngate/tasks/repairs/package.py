@@ -6,17 +6,18 @@ A package must include its tests.
 from __future__ import annotations
 
 import email.parser
+import gzip
 import hashlib
 import html
+import http.client
 import io
 import os
 import re
 import tarfile
 import tempfile
-import tomllib
-import urllib.error
 import urllib.parse
 import urllib.request
+import zlib
 from collections.abc import Iterator, Mapping
 from email.message import Message
 from pathlib import Path, PurePosixPath
@@ -24,6 +25,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from turngate.agents.install import cache_folder
+from turngate.common.validation import parse_toml
 from turngate.errors import TaskError
 
 INDEX = "https://pypi.org/simple"
@@ -134,8 +136,8 @@ def _load_folder(folder: Path) -> Package:
 
 def _read_project(folder: Path, files: Mapping[str, str]) -> Mapping[str, object]:
     try:
-        table = tomllib.loads(files.get("pyproject.toml", "")).get("project", {})
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(files.get("pyproject.toml", "")).get("project", {})
+    except ValueError as error:
         raise TaskError(f"repairs: {folder / 'pyproject.toml'} is not valid TOML: {error}", param="sources") from None
     return table if isinstance(table, dict) else {}
 
@@ -203,15 +205,19 @@ def _read_license(about: Message) -> str:
 def _unpack(content: bytes, where: str) -> Iterator[tuple[str, bytes]]:
     """Yield the files of an archive, with paths relative to the single folder at its root."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        # Decompress it first: `tarfile` does not verify the checksum of the compressed data.
+        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(content))) as archive:
             for member in archive:
                 path = PurePosixPath(member.name)
                 if member.isfile() and len(path.parts) > 1 and ".." not in path.parts and not path.is_absolute():
                     file = archive.extractfile(member)
                     assert file is not None
                     yield PurePosixPath(*path.parts[1:]).as_posix(), file.read()
-    except tarfile.TarError as error:
-        raise TaskError(f"repairs: the archive of {where} cannot be read: {error}", param="sources") from None
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise TaskError(
+            f"repairs: the archive of {where} cannot be read: {error}; delete its file from {cache_folder() / 'releases'} and try again",
+            param="sources",
+        ) from None
 
 
 def _fetch_archive(name: str, version: str) -> bytes:
@@ -259,8 +265,11 @@ def _fetch(address: str) -> bytes:
         with urllib.request.urlopen(address, timeout=FETCH_TIMEOUT_S) as reply:  # noqa: S310  # the index that pip uses
             content: bytes = reply.read()
             return content
-    except (urllib.error.URLError, OSError) as error:
-        raise TaskError(
-            f"repairs: {address} cannot be downloaded: {error}; check the package's name, the network and PIP_INDEX_URL",
-            param="sources",
-        ) from None
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    except http.client.HTTPException as error:
+        problem = f"{error!r:.200}"  # it may quote what the server sent
+    raise TaskError(
+        f"repairs: {address} cannot be downloaded: {problem}; check the package's name, the network and PIP_INDEX_URL",
+        param="sources",
+    )
