@@ -35,6 +35,7 @@ class TeacherServer:
         self.keys: set[str | None] = set()
         self.fail_after: int | None = None  # answer with 503 after this many scoring calls
         self.redirect_to = ""  # answer every call with a redirect to this URL
+        self.raw: bytes | None = None  # send these bytes instead of a response, and close the connection
         self.decodes = True
         self.shift = 0  # a vocabulary with other ids
         self.change: Callable[[list[Any]], None] = lambda scores: None
@@ -95,6 +96,9 @@ def serve_teacher() -> Iterator[TeacherServer]:
         def reply(self, body: Any) -> None:
             state.keys.add(self.headers.get("authorization"))
             status, answer = state.answer(self.path, body)
+            if state.raw is not None:
+                self.wfile.write(state.raw)
+                return
             payload = json.dumps(answer).encode()
             self.send_response(307 if state.redirect_to else status)
             if state.redirect_to:

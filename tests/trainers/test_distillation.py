@@ -106,7 +106,7 @@ def test_reward_and_teacher_add_up(folder: Path) -> None:
     [
         ({"teacher_kl": -1.0}, "teacher_kl must be finite and 0 or greater"),
         ({"reward_weight": math.inf}, "reward_weight must be finite and 0 or greater"),
-        ({"teacher_kl": 1.0, "temperature": 0.7}, "temperature must be 1 with teacher_kl"),
+        ({"teacher_kl": 1.0, "temperature": 0.7}, "temperature must be 1, not 0.7, if teacher_kl is set"),
     ],
 )
 def test_invalid_settings(fields: dict[str, float], problem: str) -> None:
@@ -118,7 +118,7 @@ def test_rows_without_scores_are_rejected(folder: Path) -> None:
     model = load(folder)
     settings = GrpoSettings(teacher_kl=1.0, tolerance=1e9)
     with pytest.raises(
-        MissingTeacherScores, match=r"0 of 1 rows have usable teacher scores; .*it is too long"
+        MissingTeacherScores, match=r"no row has usable teacher scores \(rejected rows: 1; .*it is too long"
     ) as error:
         Learner(model, settings).gradients([make_row()], version=0)
     assert error.value.param == "teacher_kl"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import json
 import re
 import shutil
 import sqlite3
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -28,9 +29,10 @@ from turngate.store.outcomes import RecordedOutcome
 from turngate.store.store import Store
 from turngate.trace.sample import build_samples
 from turngate.trace.session import Session
-from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, areal, export, tinker
+from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, areal, export, files, tinker
 from turngate.trainers.export.files import UnwritableRecord, encode_json
 from turngate.trainers.export.rows import describe_versions
+from turngate.trainers.export.side_data import decode_experts
 from turngate.types import encode_array
 from turngate.views.session import open_row_source
 
@@ -257,6 +259,21 @@ async def test_truncated_turn_is_not_exported_for_imitation(recording: Recording
         recording.export("sft", imitate=True, sessions=(session.id,))
 
 
+async def test_turn_without_tokens_is_not_exported_for_imitation_as_tokens(recording: Recording) -> None:
+    async with recording.serving() as g:
+        session = await recording.rollout("empty")
+        recording.answers.append(say("", close=False, finish="stop"))
+        await g.ask(session.key, [*PROMPT], tools=TOOLS)
+        [turn] = await g.turns(session.id)
+        await recording.end(session, 1.0)
+    assert turn["finish"] == "stop" and turn["capture"] == "tokens"
+    sessions = (recording.ids["good"], session.id)
+    [record], done = recording.export("sft", form="tokens", imitate=True, sessions=sessions)
+    assert record["session"] == recording.ids["good"]
+    [(why, count)] = done.left_out.items()
+    assert "it has no turn to imitate" in why and count == 1
+
+
 async def test_rejection_keeps_rewarded_rollouts(recording: Recording) -> None:
     async with recording.serving():
         await recording.end(await recording.rollout("shorter", "Hello."), 1.0)
@@ -467,6 +484,33 @@ def test_failed_export_keeps_old_file(recording: Recording, monkeypatch: pytest.
     assert (recording.out / "out.jsonl").stat().st_mode & 0o077 == 0, "the file is readable by others"
 
 
+def test_read_error_is_not_reported_as_a_write_error(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error", "/data/recording")
+
+    monkeypatch.setattr(Store, "load", failing)
+    with pytest.raises(OSError, match="/data/recording"):
+        recording.export("rows")
+    assert list(recording.out.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_full_disk_is_a_config_error(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def open_full(path: Path) -> Iterator[IO[bytes]]:
+        with Path("/dev/full").open("wb", buffering=0) as file:
+            yield file
+
+    monkeypatch.setattr(files, "_open_private", open_full)
+    layout = files.RecordLayout(what="rows", columns={"text": "text"})
+    out = tmp_path / f"out{suffix}"
+    with (
+        pytest.raises(ConfigError, match=re.escape(f"out: {out} cannot be written (No space left on device)")),
+        files.open_output(out, layout) as file,
+    ):
+        file.add({"text": "x"})
+
+
 async def test_export_loads_one_group_at_a_time(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     async with recording.serving():
         for n in range(12):
@@ -607,6 +651,19 @@ def test_recorded_side_data_is_known(recording: Recording) -> None:
     recording.export("rows", side=("attention",))
     with pytest.raises(ConfigError, match="--side must be one of attention, routed_experts, sampling_mask, not nope"):
         recording.export("rows", side=("attention", "nope"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "routed_experts cannot be read as JSON"),
+        pytest.param("[" * 5000, "routed_experts cannot be read as JSON: a value is nested too deeply", id="nested"),
+        ("null", "'side' does not contain valid side data"),
+    ],
+)
+def test_damaged_experts_are_rejected(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        decode_experts(text)
 
 
 def test_filter_that_matches_nothing_is_noted(recording: Recording) -> None:

@@ -79,7 +79,7 @@ DAMAGED: list[tuple[str, Change, str]] = [
     (
         "a missing log-probability",
         lambda tree: tree.update(logprobs=[None] * len(tree["ids"])),
-        "is trained, but lacks log-probabilities",
+        "is trained, but not all of its log-probabilities are finite",
     ),
     ("a broken path", lambda tree: tree["rows"][0]["segments"].pop(0), r"rows\[0\].segments is not a path"),
     ("an empty path", lambda tree: tree["rows"][0]["segments"].clear(), r"rows\[0\].segments is empty"),
@@ -88,7 +88,14 @@ DAMAGED: list[tuple[str, Change, str]] = [
         lambda tree: tree["segments"][1]["turn"].update(trained_in=9),
         r"segments\[1\].turn.trained_in must be the index of a row",
     ),
-    ("text that is not JSON", lambda tree: tree.update(rows="{"), "rows is not JSON"),
+    ("text that is not JSON", lambda tree: tree.update(rows="{"), "rows cannot be read as JSON"),
+    (
+        "nested text",
+        lambda tree: tree.update(rows="[" * 5000),
+        "rows cannot be read as JSON: a value is nested too deeply",
+    ),
+    ("nested side data", lambda tree: tree.update(side='{"a": {"b": ' + "[" * 5000), "'side' is nested too deeply"),
+    ("a lone surrogate", lambda tree: tree.update(side="\ud800"), "'side' does not contain valid side data"),
 ]
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from tests.engines.local_kit import SHAPE, make_request, model, random_prompts, start_engine, torch
-from tests.kit import Running, gateway, tokenizer
+from tests.kit import Running, gateway, tokenizer, user
+from tests.server.test_page import fetch, log_in
 from tests.teacher_kit import expected_scores, serve_teacher
 from turngate.cli.show import _print_rows, load_from_gateway, load_from_store
 from turngate.client.feed import Feed, Row
@@ -220,6 +221,29 @@ async def test_counts_include_turns_with_masks_and_say_so(tmp_path: Path, capsys
         capsys.readouterr()
         _print_rows(view, console())
         assert "1 turn is trained only in rows with sampling masks" in " ".join(capsys.readouterr().out.split())
+
+
+async def test_page_exports_rows_without_masks(tmp_path: Path) -> None:
+    """Its rows are those of `turngate export rows`. A rollout that has rows only with masks does not affect their advantages."""
+    data = tmp_path / "data"
+    data.mkdir()
+    async with training_gateway(data) as (g, client, _):
+        page = await log_in(g)
+        for number, turns in enumerate([({}, {}), ({}, {"top_p": 0.7}), ({"top_p": 0.7},)]):
+            session = await g.open(metadata={"group": "g"}, bias="record")
+            messages = [user("Hi")]
+            for how in turns:
+                reply = await g.ask(session.key, messages, max_tokens=8, **how)
+                messages += [reply.message(), user("On")]
+            await g.seal(session.id)
+            await client.record(session.id, RecordedOutcome(kind="graded", reward=float(number), group="g", task="t"))
+        assert (await fetch(page, f"rollouts/{session.id}"))["totals"]["trained_tokens"] == 8, "counted with masks"
+        saved = await page.get("/page/api/export", params={"group": "g", "format": "rows"})
+        rows = [json.loads(line) for line in saved.text.splitlines()]
+        out = tmp_path / "rows.jsonl"
+        export(data, out, ExportChoices(format="rows"))
+    assert rows == [json.loads(line) for line in out.read_text().splitlines()]
+    assert [[span["trained"] for span in row["spans"]] for row in rows] == [[True, True], [True, False]]
 
 
 async def test_masks_are_recorded_only_if_set(tmp_path: Path) -> None:

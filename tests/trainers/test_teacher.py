@@ -188,7 +188,7 @@ def change_score(value: float | None) -> Callable[[list[Any]], None]:
         (change_score(1e300), "not finite"),
         (change_score(-9999.0), "missing"),  # vLLM's mark
         (change_score(0.5), "greater than 0"),
-        (lambda scores: scores[-1].clear(), r"no score for token \d+, id \d+"),
+        (lambda scores: scores[-1].clear(), r"no score for the token at position \d+ \(id \d+\)"),
     ],
 )
 def test_invalid_reply_leaves_row_unscored(
@@ -215,7 +215,7 @@ def test_invalid_reply_leaves_row_unscored(
 
 def test_teacher_that_scores_nothing_fails_the_export(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.change = drop_last
-    with pytest.raises(EngineError, match=r"scored none of the \d rows; most frequent reason: vllm returned"):
+    with pytest.raises(EngineError, match=r"scored no rows \(unscored: \d\); the most frequent reason: vllm returned"):
         recording.export("rows", teacher=config(server))
     assert not (recording.out / "out.jsonl").exists()
 
@@ -303,7 +303,7 @@ def test_formats_without_scores_reject_a_teacher(recording: Recording, server: T
         recording.export("verl", teacher=config(server))
     with pytest.raises(ConfigError, match="--tokenizer applies only with a teacher"):
         recording.export("rows", tokenizer="x")
-    with pytest.raises(ConfigError, match="--side must not include teacher_logprobs: --teacher adds"):
+    with pytest.raises(ConfigError, match="--side must not include teacher_logprobs, because --teacher adds"):
         recording.export("rows", teacher=config(server), side=("teacher_logprobs",))
 
 
@@ -331,6 +331,60 @@ def test_invalid_key_is_not_repeated(server: TeacherServer, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="TURNGATE_TEACHER_KEY must be printable") as error:
         FeedTeacher(config(server), tokenizer().folder)
     assert "teacher-key" not in str(error.value) and not server.keys
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{",
+            r"response: IncompleteRead\(1 bytes read, 98 more expected\)",
+        ),
+        (b"HTTP/1.1 503 Busy\r\ntransfer-encoding: chunked\r\n\r\n9\r\n{", "response: IncompleteRead"),
+        (b"nonsense\x1b\r\n\r\n", r"response: BadStatusLine\('nonsense\\x1b"),
+        (b"", "could not be reached at http://127.0.0.1.*closed connection"),
+    ],
+    ids=["incomplete body", "incomplete error", "invalid status line", "no response"],
+)
+def test_broken_response_is_an_engine_error(server: TeacherServer, raw: bytes, problem: str) -> None:
+    engine = VLLMScoring("vllm", server.url, "teacher")
+    server.raw = raw
+    with pytest.raises(EngineUnavailable, match=problem):
+        engine.find_model()
+    with pytest.raises(EngineUnavailable, match=problem):
+        engine.score(np.array([1, 2, 3], np.int32), [(1, 3)])
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"x": ' + b"[" * 5000])
+def test_undecodable_response_is_an_engine_error(server: TeacherServer, body: bytes) -> None:
+    server.raw = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    with pytest.raises(EngineError, match="vllm sent a reply that cannot be read"):
+        VLLMScoring("vllm", server.url, "teacher").find_model()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://[::1"])
+def test_invalid_url_is_an_engine_error(url: str) -> None:
+    with pytest.raises(EngineUnavailable, match="could not be reached"):
+        VLLMScoring("vllm", url, "teacher").find_model()
+
+
+def test_connection_lost_during_a_response_is_tried_again(
+    recording: Recording,  # noqa: F811
+    server: TeacherServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scoring_module, "_RETRIES_S", (0, 0))
+    lost = iter([b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", None])
+    answer = server.answer
+
+    def lose_first_score(path: str, body: Any) -> tuple[int, Any]:
+        server.raw = next(lost, None) if path == "/v1/completions" else None
+        return answer(path, body)
+
+    monkeypatch.setattr(server, "answer", lose_first_score)
+    rows, _ = recording.export("rows", teacher=config(server, concurrency=1))
+    for row in rows:
+        check_row(row)
 
 
 def test_unknown_model_is_an_error(recording: Recording, server: TeacherServer) -> None:  # noqa: F811

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from turngate.client.feed import Row
 from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.connection import GatewayConnector
+from turngate.store.store import Store
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import GrpoSettings, Learner, Step, UpdateMetrics
 from turngate.trainers.local.training import (
@@ -110,6 +111,27 @@ async def test_data_folder_of_other_run_is_rejected(root: Path) -> None:
             await train(environment, goal(root, 2, "well-0"), root / "out", "")
 
 
+async def test_restored_store_says_where_to_continue(root: Path) -> None:
+    async with training_environment(root / "data") as environment:
+        await train(environment, goal(root, 1, "well-0"), root / "out", "")
+    newest = checkpoint.find_newest(root / "out" / "checkpoints")
+    assert newest is not None
+    lost = msgspec.structs.replace(newest.state, step=5, number=5)
+    with closing(Store(root / "data")) as store:
+        store.restores.note("")
+    async with training_environment(root / "data") as environment:
+        client, again = environment.gateway, goal(root, 6, "well-0")
+        with pytest.raises(
+            ConfigError,
+            match=r"^data: feed 'grpo': the store was restored from a backup.* Continue with after=1 and the mark '.*'; .*"
+            r"'number' and 'mark' in the trainer.json of the checkpoint of step 5$",
+        ):
+            await _open_feed(client, again, lost, print)
+        mark = (await client.show_feed("grpo")).mark
+        async with await _open_feed(client, again, msgspec.structs.replace(lost, number=1, mark=mark), print) as feed:
+            assert feed.mark == mark
+
+
 async def test_cancelled_run_keeps_checkpoint(root: Path) -> None:
     stepped_once = asyncio.Event()
 
@@ -167,6 +189,11 @@ def test_invalid_goals_are_config_errors(root: Path) -> None:
     fine = goal(root, 1, "well-0").batch
     with pytest.raises(ConfigError, match="'ahead' must be at least 1, not 0"):
         TrainingGoal(batch=fine, steps=1, ahead=0)
+    with pytest.raises(
+        ConfigError, match=r"'ahead' must be at least 'settings\.groups' \(3\), not 2.*set 'ahead' to 3 or more"
+    ):
+        TrainingGoal(batch=fine, steps=1, settings=GrpoSettings(groups=3), ahead=2)
+    assert TrainingGoal(batch=fine, steps=1, settings=GrpoSettings(groups=3), ahead=3).ahead == 3
     ungraded = msgspec.structs.replace(fine.tasks[0], grader=None)
     with pytest.raises(ConfigError, match="'advantages' is 'turn', but the feed does not deliver"):
         TrainingGoal(batch=fine, steps=1, settings=GrpoSettings(advantages="turn"))

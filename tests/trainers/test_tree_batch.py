@@ -272,7 +272,7 @@ def test_batch_has_side_data_of_all_trees() -> None:
     other = ExportedTree("s", 1.0, 1.0, build_tree(add_side_data(forks().rows(), "float32")))
     with pytest.raises(
         ConfigError,
-        match="the type and shape of sums must be the same in all trees, but differ between them; pack trees",
+        match="sums must have the same type and shape in all trees of a batch; pack trees",
     ):
         pack_trees([trees[0], other])
 
@@ -293,7 +293,10 @@ def test_file_that_is_not_json_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 1: .*not a tree that `turngate export tree` wrote: .*`session`"):
         list(read_trees(path))
     path.write_text("\nids")
-    with pytest.raises(ConfigError, match="line 1 is not JSON"):
+    with pytest.raises(ConfigError, match="line 1 cannot be read as JSON"):
+        list(read_trees(path))
+    path.write_text("[" * 5000)
+    with pytest.raises(ConfigError, match="line 1 cannot be read as JSON: a value is nested too deeply"):
         list(read_trees(path))
     path.write_text("[]")
     with pytest.raises(ConfigError, match="line 1 is not a JSON object"):

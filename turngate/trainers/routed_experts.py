@@ -37,7 +37,8 @@ def to_verl(column: SideColumn, tokens: int) -> np.ndarray:
     """Return `AgentLoopOutput.routed_experts`: one entry for each token of the prompt and the response, except the last token."""
     if not has_all_experts(column, tokens):
         raise IncompleteExperts(
-            f"a trainer needs the routed experts of all {tokens} tokens except the last, but they exist only for the spans {column.spans}"
+            f"a trainer needs the routed experts of all {tokens} tokens except the last, but they were recorded only for these spans: "
+            f"{column.spans or 'none'}; skip this row, or train on it without router replay"
         )
     return _get_array(column.cut(0, tokens - 1))
 

@@ -1,4 +1,4 @@
-"""Turn trees from exports and feeds into packed batches for PyTorch, in which each prefix that rows share is computed once.
+"""Turn trees from exports and feeds into packed batches for PyTorch, so that each prefix that rows share is computed only once.
 
     batch = pack_trees(list(read_trees(Path("trees.jsonl"))))                              # from an export
     batch = pack_trees(delivery.trees)                                                     # from a feed opened with form="tree"
@@ -11,7 +11,6 @@ PyTorch's FlexAttention has no backward pass on CPUs. This module imports torch 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 
 from turngate.client.delivery import DeliveredTree, Row, TreeRow
+from turngate.common.validation import parse_json
 from turngate.errors import ConfigError
 from turngate.trace.prefix_tree import PrefixTree, find_attended_until
 from turngate.trace.side_data import concatenate_values
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class PackedSide(msgspec.Struct, frozen=True, eq=False):
-    """The side data that a batch has under one name, such as `routed_experts`. Not every token needs to have a value."""
+    """The side data of a batch under one name, such as `routed_experts`. Some tokens may have no value."""
 
-    tokens: Tensor  # indices of these tokens in the batch, in ascending order
+    tokens: Tensor  # indices of the tokens that have a value, in ascending order
     values: Tensor  # one per token; lists of different lengths are concatenated
     sizes: Tensor | None = None  # the length of each token's list, if the lists have different lengths
 
@@ -96,9 +96,9 @@ def read_trees(path: Path) -> Iterator[ExportedTree]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError as error:
-                raise ConfigError(f"{path}: line {number} is not JSON: {error}", param="path") from None
+                raise ConfigError(f"{path}: line {number} cannot be read as JSON: {error}", param="path") from None
             if not isinstance(record, dict):
                 raise ConfigError(f"{path}: line {number} is not a JSON object", param="path")
             try:
@@ -109,7 +109,10 @@ def read_trees(path: Path) -> Iterator[ExportedTree]:
 
 
 def pack_trees(trees: Sequence[ExportedTree | DeliveredTree], device: str = "cpu") -> TreeBatch:
-    """Pack trees into one batch. Raise `ConfigError` if a tree has no advantage, or if side data differs in type or shape between trees."""
+    """Pack trees into one batch.
+
+    Raise `ConfigError` if there are no trees, if one has no advantage, or if side data differs in type or shape between trees.
+    """
     import torch
 
     if not trees:
@@ -153,8 +156,8 @@ def _pack_side(trees: Sequence[PrefixTree], device: str) -> dict[str, PackedSide
         kinds = {(column.values.dtype, column.values.shape[1:]) for _, column in found}
         if len(kinds) > 1:
             raise ConfigError(
-                f"trees: the type and shape of {name} must be the same in all trees, but differ between them; pack trees with different "
-                "types or shapes separately",
+                f"trees: {name} must have the same type and shape in all trees of a batch; pack trees with different types or shapes "
+                "separately",
                 param="trees",
             )
         tokens = [offset + np.arange(*span) for offset, column in found for span in column.spans]
@@ -252,5 +255,5 @@ def find_advantage(exported: ExportedTree) -> float:
 
 
 def list_rows(exported: ExportedTree) -> list[Row]:
-    """Return the rows of a tree in the form in which feeds deliver rows."""
+    """Return the rows of a tree as feeds deliver them."""
     return DeliveredTree(exported.tree, tuple(list_tree_rows(exported))).rebuild_rows()

@@ -20,7 +20,7 @@ def remove_numbers(message: str) -> str:
 
 
 def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
-    """Return the failures of groups whose names start with `prefix`, by class and message, most frequent first.
+    """Count the failures of rollouts in groups whose names start with `prefix`, by class and message, most frequent first.
 
     Messages that differ only in numbers are counted together.
     """

@@ -1,6 +1,6 @@
 """How rewards changed during training, for each kind of task and for the most improved task.
 
-The policy versions at which graded rollouts started are split into thirds. "Before" is the first third, and "after" is the last one. For
+The policy versions with which graded rollouts started are split into thirds. "Before" is the first third, and "after" is the last one. For
 the most improved task, one rollout from before and one from after are chosen as examples.
 """
 
@@ -55,7 +55,7 @@ def summarize_improvement(totals: Collection[RewardTotal], find_rollouts: FindRo
 
 
 def _summarize_kinds(before: Iterable[RewardTotal], after: Iterable[RewardTotal]) -> list[Json]:
-    """Return the mean rewards by kind of task, unknown kinds last, or an empty list if no kind is known."""
+    """Return the mean rewards by kind of task, with the unknown kind last. Return an empty list if no kind is known."""
     early, late = _group(before, lambda total: total.kind), _group(after, lambda total: total.kind)
     kinds = sorted(early.keys() | late.keys(), key=lambda kind: (not kind, kind))
     if kinds == [""]:
@@ -71,8 +71,8 @@ def _choose_example(
 ) -> dict[str, Json] | None:
     """Return the task whose mean reward rose most, with one rollout from its first and one from its last policy version.
 
-    The chosen rollouts are those whose rewards are closest to the means before and after. In a tie, the task that is first in
-    alphabetical order and the oldest rollout are chosen. Return None if no mean rose, or if the rollouts were deleted in the meantime.
+    The chosen rollouts are those whose rewards are closest to the means before and after. Ties go to the first task in alphabetical order
+    and to the oldest rollout. Return None if no mean rose, or if the rollouts were deleted in the meantime.
     """
     early, late = _group(before, lambda total: total.task), _group(after, lambda total: total.task)
     gains = [

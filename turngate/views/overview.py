@@ -1,4 +1,4 @@
-"""Lists and summaries of all rollouts in a data folder. Each query reads new events first."""
+"""Lists and summaries of all rollouts in a data folder. Queries read new events before they answer."""
 
 from __future__ import annotations
 

@@ -65,11 +65,18 @@ class RolloutView:
 
     @cached_property
     def branches(self) -> list[Sample]:
+        """The rows of all branches. Turns that need their sampling masks count as trained."""
         return self._session_view.samples(keep_empty=True, masks=True)
 
     @cached_property
     def rows(self) -> list[Sample]:
         return [branch for branch in self.branches if branch.trained_tokens]
+
+    @cached_property
+    def exported_rows(self) -> list[Sample]:
+        """The rows of an export. Turns that need their sampling masks are not trained, because an export does not contain the masks."""
+        biased = any(turn.info.biases for turn in self._session_view.session.trace.turns())
+        return self._session_view.samples() if biased else self.rows
 
     @cached_property
     def row_of(self) -> dict[int, int]:
@@ -343,15 +350,15 @@ class RolloutView:
     def training_rows(
         self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """Yield the training rows, with the fields that `turngate export rows` writes. `about` contains the fields to add to every row."""
+        """Yield the exported rows, with the fields that `turngate export rows` writes. `about` contains the fields to add to every row."""
         session = self._session_view.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
-        for row in self.rows:
+        for row in self.exported_rows:
             trained = [span for span in row.spans if span.trained]
             yield {
                 **about,
                 "advantage": advantage,
-                "weight": row_weight(len(self.rows)),
+                "weight": row_weight(len(self.exported_rows)),
                 "truncated": session.truncated or status in ("limit", "timed out"),
                 "stop": session.stop,
                 "model": session.config.model,
@@ -411,7 +418,7 @@ def _mean_logprob(turn: Sampled) -> float | None:
 
 
 def _round_logprobs(turn: Sampled, start: int, end: int) -> Json:
-    """Return rounded log-probabilities, or None if their number differs from the number of tokens. NaN becomes null."""
+    """Return rounded log-probabilities, or None if there is not one for each token. In JSON, NaN becomes null."""
     if turn.logprobs is None or len(turn.logprobs) != turn.size:
         return None
     return np.round(turn.logprobs[start:end].astype(np.float64), _DIGITS)

@@ -1,4 +1,4 @@
-"""The facts that the web page compares between the rollouts of a group: turns, tokens, entropy, forks and policy versions."""
+"""The facts that the web page compares between the rollouts of a group, such as turns, tokens, entropy and forks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turngate.views.rollout import RolloutView
 
 
 def collect_facts(rollout: RolloutView) -> dict[str, Json]:
-    """Collect the facts of one rollout. The entropy is estimated from the log-probabilities of the tokens of all turns, of any role."""
+    """Collect the facts of one rollout. The entropy is estimated from the known log-probabilities of the tokens sampled in all turns."""
     turns = [node for node in rollout.nodes if isinstance(node, Sampled)]
     known = [turn.logprobs for turn in turns if turn.logprobs is not None and len(turn.logprobs) == turn.size]
     logprobs = np.concatenate(known).astype(np.float64) if known else np.empty(0)
@@ -28,6 +28,7 @@ def collect_facts(rollout: RolloutView) -> dict[str, Json]:
         "sampled_tokens": totals["sampled_tokens"],
         "trained_tokens": totals["trained_tokens"],
         "rows": totals["rows"],
+        "exported_rows": len(rollout.exported_rows),
         "roles": totals["roles"],
         "entropy": float(-logprobs.mean()) if len(logprobs) else None,
         "entropy_tokens": len(logprobs),

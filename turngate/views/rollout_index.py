@@ -1,4 +1,4 @@
-"""An in-memory index of all rollouts, built from sessions, outcomes and events. Whole traces are read only if events were pruned."""
+"""An in-memory index of all rollouts, built from sessions, outcomes and events. Whole traces are read only if events are missing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ _delivery_decoder = msgspec.json.Decoder(DeliveryEvent)
 class RolloutIndex:
     """The rollouts of one data folder.
 
-    The first `refresh` reads everything. Later ones read only new events, unless some events were pruned before they were read.
+    The first `refresh` reads everything. Later ones read only new events and the sessions that these changed, unless some events were
+    pruned before they were read.
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class RolloutIndex:
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))
 
     def _count_pruned_turns(self, store: Store, oldest: float | None) -> None:
-        """Count the turns in the traces of those sessions whose first events were pruned."""
+        """Count the turns and sampled tokens in the traces of the sessions whose first events are missing."""
         for entry in self.entries.values():
             if entry.key and (oldest is None or entry.row.opened < oldest):
                 yield_interpreter()

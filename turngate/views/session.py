@@ -119,7 +119,10 @@ class SessionViews:
         return await self._reader.run(run)
 
     async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Return the number of turns and of roots of each session, by key, for keys from `first` to `last`."""
+        """Return the numbers of turns and roots of each session, by key, for keys from `first` through `last`.
+
+        Sessions without nodes are omitted.
+        """
         return await self._reader.run(lambda store: store.shapes(first, last))
 
 

@@ -44,7 +44,7 @@ class ListUpdater:
     def update(self, seconds: float) -> bool:
         """Add new events to the lists until the lists are up to date or `seconds` have passed. Return whether they are up to date.
 
-        If another process is updating the lists, return immediately.
+        If another process is updating the lists, return False immediately.
         """
         end = time.monotonic() + seconds
         while True:
@@ -156,9 +156,10 @@ class ListUpdater:
 
 
 def _read_versions(ends: tuple[bytes, bytes] | None) -> tuple[int | None, int | None]:
-    """Return the policy versions of the first and the last turn, or None for both if there are no turns or one of these two is damaged.
+    """Return the policy versions at the start of the first turn and at the end of the last turn.
 
-    `ends` is the stored info of these two turns, or None if there are no turns.
+    `ends` is the stored info of these two turns, or None if there are no turns. Without turns, or if the info of either turn is damaged,
+    return None for both versions.
     """
     if ends is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Lists and summaries of all rollouts in a shared store, read from its lists (`store/shared/rollout_list.py`)."""
+"""Lists and summaries of all rollouts in a shared store, read mostly from the tables that `store/shared/rollout_list.py` maintains."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Decode tokens one by one.
 
-If tokens are sequences of bytes, a character may span several tokens. None of these tokens has a text by itself.
+If tokens are sequences of bytes, a character may span several tokens. None of these tokens has text by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from turngate.types import Ids, Json
 
 
 class TokenTexts(msgspec.Struct, frozen=True):
-    """The text of each token of a node. The text of a token is None if it is only part of a character."""
+    """The text of each token of a node, or None for a token that has no text by itself, such as part of a character."""
 
     text: list[str | None]
     runs: list[

@@ -129,14 +129,18 @@ def parse_trace(trace: DecodedTrace | Mapping[str, Any], /) -> TraceView:
 
 
 def decode_trace(encoded: bytes) -> DecodedTrace:
-    """Decode the JSON of a trace. Raise `BadRequest` if a field is missing or has the wrong type."""
+    """Decode the JSON of a trace. Raise `BadRequest` if it is not a valid trace."""
     try:
         return _decoder.decode(encoded)
     except msgspec.ValidationError as error:
-        message, _ = explain_error(error, DecodedTrace)
-        raise BadRequest(
-            f"invalid trace: {message}; pass the complete reply of GET /admin/sessions/ID/trace", param="trace"
-        ) from None
+        problem, _ = explain_error(error, DecodedTrace)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        problem = f"it is not valid JSON: {error}"
+    except RecursionError:
+        problem = "a value is nested too deeply"
+    raise BadRequest(
+        f"invalid trace: {problem}; pass the complete reply of GET /admin/sessions/ID/trace", param="trace"
+    )
 
 
 def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
@@ -187,7 +191,7 @@ def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy, excluded: str
 
 
 def _is_logprob(value: float) -> bool:
-    """Return whether a value is a valid log-probability: a finite number that rounding may have raised slightly above 0."""
+    """Return whether a value is a valid log-probability: finite and at most 0, with a small tolerance for rounding errors."""
     return math.isfinite(value) and value <= LOGPROB_TOLERANCE
 
 

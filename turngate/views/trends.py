@@ -97,11 +97,12 @@ def list_feeds(store: Store) -> list[Json]:
 
 
 def list_mismatches(store: Store) -> dict[str, Json]:
-    """Return trainers' reports on how recomputed and recorded log-probabilities differ (`trace/mismatch.py`). Deleted feeds are omitted.
+    """Return the trainers' newest reports on how recomputed and recorded log-probabilities differ (`trace/mismatch.py`).
 
-    `newest` contains the last report of each feed. `trend` contains, for each of the newest reports, statistics of the tokens that were
+    `newest` contains the last of these reports for each feed. `trend` contains, for each report, statistics of the tokens that were
     sampled with the weights that the trainer used (lag 0), or None if there are no such tokens. Within a feed, `trend` is ordered by
-    delivery number. If a trainer went back to an earlier delivery, its new reports replace those of later deliveries.
+    delivery number. If a trainer went back to an earlier delivery, its new reports replace those of later deliveries. Deleted feeds are
+    omitted.
     """
     newest: dict[str, dict[str, Json]] = {}
     trends: dict[str, list[dict[str, Json]]] = {feed.name: [] for feed in store.feeds.listing()}
@@ -130,10 +131,10 @@ def list_mismatches(store: Store) -> dict[str, Json]:
 def compute_throughput(
     counts: Iterable[tuple[int, Sequence[int]]], first: float, now: float, width: float
 ) -> list[Json]:
-    """Return the rates of turns, tokens and rollouts of the whole gateway in each interval from `first` to `now`.
+    """Return the rates of turns, tokens and rollouts, over all groups, in each interval from `first` to `now`.
 
-    Each item of `counts` is a pair: the number of an interval, and the turns, tokens and outcomes to add to it. `width` is the length of an
-    interval in seconds.
+    Interval `i` starts at time `i * width`, where `width` is in seconds. Each item of `counts` is a pair: the index of an interval, and the
+    turns, tokens and outcomes to add to it.
     """
     start, end = int(first // width), int(now // width)
     sums = {number: [0, 0, 0] for number in range(start, end + 1)}

@@ -126,6 +126,16 @@ async def test_sync_aborted_before_first_weight_resumes_calls() -> None:
         assert not g.app.fence.paused and g.app.fence.version == 0
 
 
+async def test_engine_is_resumed_if_no_weight_was_sent() -> None:
+    """The engine holds calls while it is paused, so it must not stay paused when the gateway lets calls through."""
+    async with gateway([say("Yes.")] * 2) as g:
+        transfer = FencedTransfer(sent := RecordingTransfer(), g.root, admin_key=g.app.admin_key)
+        await in_thread(transfer.init_weight_transfer)
+        await in_thread(transfer.pause)
+        await in_thread(transfer.destroy)
+        assert sent.done == ["pause", "resume"] and not g.app.fence.paused
+
+
 def test_rank_without_transfer_has_no_fence() -> None:
     trainer = SimpleNamespace(weight_transfer=None)
     fence_weight_sync(trainer, "http://127.0.0.1:1", admin_key="k")

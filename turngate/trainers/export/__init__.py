@@ -64,7 +64,7 @@ def export(
 ) -> ExportResult:
     """Export rollouts to the file `out`, which is written completely or not at all.
 
-    For the format `atif`, `out` is a folder if it ends in /, has no suffix, or exists as a folder. Each record then becomes a file in it,
+    For the format `atif`, `out` is a folder if it ends in '/', has no suffix, or exists as a folder. Each record then becomes a file in it,
     and files written before a failure are kept. Raise `ConfigError` if there are no records to write. `watch_teacher` is called
     in another thread after each successful call to the teacher.
     """

@@ -52,7 +52,7 @@ class Format(Protocol):
         """Whether the format needs every rollout of a group, including those that the filter does not select."""
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        """Return the options with defaults filled in. Raise a `ConfigError` that names the flag if an option does not apply."""
+        """Return the options with defaults filled in. If an option does not apply, raise a `ConfigError` that names its flag."""
 
     def layout(self, choices: ExportChoices) -> RecordLayout: ...
 
@@ -97,12 +97,13 @@ def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] =
     for name in _TEACHER_FLAGS if choices.teacher is None else ():
         if getattr(choices, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} applies only with a teacher; also pass --teacher (formats rows and tree only)",
+                f"--{name.replace('_', '-')} applies only with a teacher; leave it out, or also pass --teacher "
+                "(formats rows and tree only)",
                 param=name,
             )
     if taken := set(choices.side) & set(TEACHER_COLUMNS if choices.teacher is not None else ()):
         raise ConfigError(
-            f"--side must not include {', '.join(sorted(taken))}: --teacher adds this side data; leave it out of --side",
+            f"--side must not include {', '.join(sorted(taken))}, because --teacher adds this side data; leave it out of --side",
             param="side",
         )
     if choices.form and choices.form not in forms:

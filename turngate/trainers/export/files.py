@@ -76,11 +76,15 @@ def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Ite
         raise ConfigError(f"out: {out} is a folder; pass the name of a file", param="out")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     existed = out.is_file()
+    callers_error: OSError | None = None
     try:
         with _open_private(unfinished) as raw:
-            file = _ParquetFile(raw, layout.columns) if out.suffix == ".parquet" else _JsonLinesFile(raw)
+            file = _ParquetFile(raw, out, layout.columns) if out.suffix == ".parquet" else _JsonLinesFile(raw, out)
             try:
                 yield file
+            except OSError as error:
+                callers_error = error
+                raise
             finally:
                 file.close()
             raw.flush()
@@ -88,16 +92,22 @@ def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Ite
         unfinished.replace(out)
         file.replaced = int(existed)
     except OSError as error:
-        raise ConfigError(f"out: {out} cannot be written ({error.strerror or error})", param="out") from None
+        if error is callers_error:
+            raise
+        raise _write_error(out, error) from None
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _write_error(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"out: {out} cannot be written ({error.strerror or error})", param="out")
 
 
 def _create_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out: {folder} cannot be created ({error.strerror})", param="out") from None
+        raise ConfigError(f"out: the folder {folder} cannot be created ({error.strerror})", param="out") from None
     return folder
 
 
@@ -139,11 +149,15 @@ def _array(value: np.ndarray) -> bytes:
 
 
 class _JsonLinesFile(OutputFile):
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
+    def __init__(self, raw: IO[bytes], out: Path) -> None:
+        self._raw, self._out = raw, out
 
     def add(self, record: Mapping[str, Json]) -> None:
-        self._raw.write(encode_json(record) + b"\n")
+        line = encode_json(record) + b"\n"
+        try:
+            self._raw.write(line)
+        except OSError as error:
+            raise _write_error(self._out, error) from None
         self.records += 1
 
     def close(self) -> None:
@@ -184,7 +198,8 @@ class _FolderOutput(OutputFile):
 
 
 class _ParquetFile(OutputFile):
-    def __init__(self, raw: IO[bytes], columns: Mapping[str, str]) -> None:
+    def __init__(self, raw: IO[bytes], out: Path, columns: Mapping[str, str]) -> None:
+        self._out = out
         if find_spec("pyarrow") is None:
             raise ConfigError(
                 "out: writing a Parquet file requires pyarrow; run `pip install 'turngate[parquet]'`, or write a .jsonl file",
@@ -226,7 +241,10 @@ class _ParquetFile(OutputFile):
         if self._waiting:
             columns = [[record[field.name] for record in self._waiting] for field in self._schema]
             arrays = [self._array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
-            self._writer.write_table(self._arrow.Table.from_arrays(arrays, schema=self._schema))
+            try:
+                self._writer.write_table(self._arrow.Table.from_arrays(arrays, schema=self._schema))
+            except OSError as error:
+                raise _write_error(self._out, error) from None
         self._waiting, self._tokens = [], 0
 
     def _array(self, values: list[Json], kind: Any) -> Any:

@@ -14,10 +14,11 @@ TOO_LARGE = "its reward is too large to compute with"
 def select_trainable(
     group: RecordedGroup, exclusions: Exclusions, *, allow_untrained: bool = False, uses_reward: bool = True
 ) -> Iterator[RecordedRollout]:
-    """Yield the selected rollouts with a valid outcome and at least one trainable row. Count the other rollouts in `exclusions`.
+    """Yield the selected rollouts that can be trained on, and count the others in `exclusions`.
 
-    Rollouts in which a scripted model replayed a reference solution are left out. With `allow_untrained`, also yield rollouts without
-    trainable rows. With `uses_reward`, leave out rollouts whose reward is too large to compute with.
+    A rollout is left out if a scripted model replayed a reference solution in it, if its outcome is "invalid task" or "infrastructure
+    fault", if a refused call excludes it, or if it has no trainable rows. `allow_untrained` lifts the last condition. With `uses_reward`, a
+    rollout is also left out if its reward is too large to compute with.
     """
     for rollout in group.selected:
         if replayed := rollout.metadata(REPLAYED):

@@ -44,7 +44,7 @@ def read_tools(rollout: RecordedRollout, row: Sample) -> list[Json]:
 def to_template_message(message: Message) -> dict[str, Json]:
     """Convert a message to the form that chat templates accept.
 
-    Tool call arguments become objects, or stay text if they are not a JSON object.
+    The arguments of a tool call become an object. If they are not a JSON object or are nested too deeply, they stay text.
     """
     wire = message_to_wire(message)
     for call in wire.get("tool_calls", ()):

@@ -130,7 +130,7 @@ def describe_training(rollout: RecordedRollout, advantage: float | None) -> dict
 
 
 def describe_row(rollout: Mapping[str, Json], row: Sample) -> dict[str, Json]:
-    """Return the record of a row without its side data. `rollout` contains the rollout's fields."""
+    """Return the record of a row without optional fields, such as side data. `rollout` contains the rollout's fields."""
     fields = {
         **rollout,
         "branch": row.branch,
@@ -169,7 +169,7 @@ def describe_versions(row: Sample, start: int, end: int) -> dict[str, Json]:
     """Return the policy versions of the trained tokens from `start` to `end`, for formats without a per-token version field.
 
     `token_versions` lists runs of trained tokens as [first, end, version], with positions counted from `start`. The version is None if it
-    is unknown.
+    is unknown. `version_start` and `version_end` are those of the whole row.
     """
     versions, trained = row.token_versions()[start:end], row.mask[start:end]
     edges = np.flatnonzero(np.diff(versions) | np.diff(trained.astype(np.int8))) + 1

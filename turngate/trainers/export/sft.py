@@ -93,7 +93,8 @@ def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]
 def _select_imitable(rollout: RecordedRollout, choices: ExportChoices) -> Iterator[tuple[Sample, set[int]]]:
     """Yield each branch that has turns to imitate, with the nodes of these turns. A shared turn is yielded only once.
 
-    A turn to imitate must be complete, but may lack log-probabilities or have been sampled with a bias.
+    A turn to imitate must be complete and have a trained role and, in the `tokens` form, token ids. It may lack log-probabilities or have
+    been sampled with a bias.
     """
     used: set[int] = set()
     for row in rollout.branches:
@@ -105,8 +106,8 @@ def _select_imitable(rollout: RecordedRollout, choices: ExportChoices) -> Iterat
 
 def _is_complete(rollout: RecordedRollout, span: RowSpan, choices: ExportChoices) -> bool:
     info = rollout.turn(span.node).info
-    known = info.capture == "tokens" or choices.form != "tokens"
-    return known and not info.fault and info.finish in _ENDED and span.role in rollout.session.config.policy.roles
+    is_usable = choices.form != "tokens" or (info.capture == "tokens" and span.end > span.start)
+    return is_usable and not info.fault and info.finish in _ENDED and span.role in rollout.session.config.policy.roles
 
 
 def _tokens(row: Sample, learned: set[int]) -> dict[str, Json]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
+from turngate.common.validation import parse_json
 from turngate.engines.routed_experts import ROUTED_EXPERTS
 from turngate.errors import ConfigError
 from turngate.store.side_data import SideDataTable
@@ -32,7 +32,7 @@ class ExportedColumn(msgspec.Struct, frozen=True):
 
 
 def encode_columns(side: Mapping[str, SideColumn], names: Sequence[str], exclusions: Exclusions) -> dict[str, Json]:
-    """Encode the side data `names` of a row. Side data that was not recorded for the row is left out and counted in `exclusions`."""
+    """Encode a row's side data under the given names. Names under which nothing was recorded for the row are counted in `exclusions`."""
     count_missing(side, names, exclusions)
     return {name: encode_column(side[name]) for name in names if name in side}
 
@@ -64,7 +64,10 @@ def encode_column(column: SideColumn) -> Json:
 
 
 def check_experts(choices: ExportChoices) -> ExportChoices:
-    """Raise `ConfigError` if side data other than routed experts is requested. The format has no field for other side data."""
+    """Raise `ConfigError` if side data other than routed experts is requested.
+
+    Call this for formats that have no field for other side data.
+    """
     if others := [name for name in choices.side if name != ROUTED_EXPERTS]:
         raise ConfigError(
             f"--side must name only {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(others)}",
@@ -92,19 +95,24 @@ def encode_experts(
 
 def decode_experts(value: Json) -> np.ndarray:
     """Decode the routed experts of an exported record to an array of shape (tokens, layers, experts per token), for verl and miles."""
-    column = json.loads(value) if isinstance(value, str) else value  # text in a Parquet file
+    try:
+        column = parse_json(value) if isinstance(value, str) else value  # text in a Parquet file
+    except ValueError as error:
+        raise ConfigError(f"{ROUTED_EXPERTS} cannot be read as JSON: {error}", param=ROUTED_EXPERTS) from None
     values = decode_columns({ROUTED_EXPERTS: column})[ROUTED_EXPERTS].values
     assert isinstance(values, np.ndarray), "every token has the same number of experts"
     return values
 
 
 def decode_columns(side: Json) -> Mapping[str, SideColumn]:
-    """Decode the field `side` of an exported row, which is an object in a JSON Lines file and text in a Parquet file."""
+    """Decode the `side` field of an exported row. The field is an object in a JSON Lines file and text in a Parquet file."""
     try:
         raw = side.encode() if isinstance(side, str) else msgspec.json.encode(side)
         columns = msgspec.json.decode(raw, type=dict[str, ExportedColumn])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"side is not the side data of an exported row: {error}", param="side") from None
+    except ValueError as error:  # includes text that cannot be encoded as UTF-8
+        raise ConfigError(f"the field 'side' does not contain valid side data: {error}", param="side") from None
+    except RecursionError:
+        raise ConfigError("the field 'side' is nested too deeply to be valid side data", param="side") from None
     return {name: _decode_column(name, column) for name, column in columns.items()}
 
 

@@ -51,7 +51,7 @@ class Exclusions:
 
 
 class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects rollouts by name and by outcome. Names may contain the wildcards * and ?.
+    """Selects rollouts by name and by outcome. Names may contain the wildcards '*' and '?'.
 
     A tuple of names selects the rollouts that match at least one of the names. An empty tuple selects all rollouts.
     """
@@ -103,7 +103,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRollout:
-    """A session with its trace and its outcome. `teacher` has the scores of the session's rows, if the export has a teacher.
+    """A session with its trace and its outcome. `teacher`, if any, provides the scores of the session's rows.
 
     With `masks`, the export includes sampling masks, so turns that need them are trained.
     """

@@ -29,7 +29,8 @@ class ScoredRow(NamedTuple):
 def open_scores(data: Path | str, choices: ExportChoices, watch: Watch) -> Iterator[Teacher | None]:
     """Have the teacher score all rows that the export selects, then yield the teacher. Yield None if the export has no teacher.
 
-    Scores that are cached are not computed again. Raise an error if the teacher fails, or if no row has scores at the end of the block.
+    Scores that are cached are not computed again. Raise an error if the teacher fails, or if there are rows but the teacher has scored none
+    of them by the end of the block.
     """
     if choices.teacher is None:
         yield None
@@ -57,7 +58,8 @@ def _require_scores(summary: TeacherSummary) -> None:
     if summary.unscored and not summary.scored_rows:
         [(reason, _)] = summary.unscored.most_common(1)
         raise EngineError(
-            f"no file was written, because the teacher scored none of the {summary.unscored.total()} rows; most frequent reason: {reason}"
+            f"no file was written, because the teacher scored no rows (unscored: {summary.unscored.total()}); the most "
+            f"frequent reason: {reason}"
         )
 
 

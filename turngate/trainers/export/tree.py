@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from turngate.common.validation import parse_json
 from turngate.errors import ConfigError
 from turngate.trace.prefix_tree import (
     InvalidTree,
@@ -172,7 +172,7 @@ def _check_turn_values(exported: ExportedTree) -> None:
         values = getattr(exported, name)
         if values is not None and len(values) != len(exported.tree.rows):
             raise ConfigError(
-                f"{name} has length {len(values)}, but rows has length {len(exported.tree.rows)}", param=name
+                f"{name} has length {len(values)}, but 'rows' has length {len(exported.tree.rows)}", param=name
             )
     for number, row in enumerate(rows):
         rewards = exported.turn_rewards[number] if exported.turn_rewards else ()
@@ -187,9 +187,9 @@ def _check_turn_values(exported: ExportedTree) -> None:
 
 def _parse(name: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"{name} is not JSON: {error}", param=name) from None
+        raise ConfigError(f"{name} cannot be read as JSON: {error}", param=name) from None
 
 
 def rebuild_rows(record: Record) -> list[Record]:

@@ -36,7 +36,7 @@ def attend_densely(until: Tensor) -> Attend:
 def attend_flexibly(until: Tensor) -> Attend:
     """Return a function that computes attention over packed rows.
 
-    The function uses FlexAttention, which skips blocks of tokens that may not attend to each other.
+    The function uses FlexAttention. On a GPU, it skips blocks of tokens that may not attend to each other.
     """
     mask = make_block_mask(until)
     # Without compiling, FlexAttention computes all pairs of tokens.

@@ -26,7 +26,7 @@ _ESTIMATE_AFTER = 4  # number of finished rollouts
 
 
 class TrainingDisplay(LiveDisplay):
-    """Shows the progress of a training run: one line per step and, on a terminal, a live display.
+    """Shows the progress of a training run: one line per step and, between steps, a live display on a terminal or plain lines elsewhere.
 
     `rollouts` is the number of rollouts in all phases. If it is given, the display estimates the remaining time.
     """

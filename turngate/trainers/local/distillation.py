@@ -1,9 +1,9 @@
 """On-policy distillation: per-token advantages from a teacher's scores (`turngate.trainers.teacher`).
 
 For a sampled token, the recorded log-probability minus the teacher's is an unbiased estimate of the reverse KL divergence of the policy
-from the teacher in the context of the token. This amount is added to the token's advantage:
+from the teacher in the context of the token. The following is added to the token's advantage:
 
-    teacher_kl · (mean estimate of the update − estimate of this token)
+    teacher_kl · (mean estimate over the update − estimate for this token)
 
 With a small `teacher_kl` and a reference model as the teacher, this is the usual KL penalty. With a `teacher_kl` of 1 and a
 `reward_weight` of 0, it is distillation.
@@ -44,16 +44,16 @@ def split_scored(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def compute_teacher_advantages(rows: Sequence[Row], mean_kl: float) -> np.ndarray:
-    """Return `mean_kl` minus the reverse KL divergence of each trained token of all rows. All rows must have usable scores.
+    """Return `mean_kl` minus the estimated reverse KL divergence for each trained token. All rows must have usable scores.
 
-    `mean_kl` is the mean divergence over the whole update. As a baseline, it lowers the variance of the gradient, and hardly
+    `mean_kl` is the mean estimate over the whole update. As a baseline, it lowers the variance of the gradient, and hardly
     changes the expected gradient, because a single token contributes little to the mean.
     """
     return np.float32(mean_kl) - np.concatenate([compute_reverse_kl(row) for row in rows])
 
 
 def compute_mean_kl(rows: Sequence[Row]) -> float:
-    """Return the mean reverse KL divergence of all trained tokens. All rows must have usable scores."""
+    """Return the mean of the estimated reverse KL divergence over all trained tokens. All rows must have usable scores."""
     return float(np.concatenate([compute_reverse_kl(row) for row in rows]).mean())
 
 

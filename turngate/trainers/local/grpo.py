@@ -99,7 +99,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be finite and 0 or greater, not {getattr(self, name)}", param=name)
         if self.teacher_kl and self.temperature not in (None, 1):
             raise ConfigError(
-                f"temperature must be 1 with teacher_kl, not {self.temperature}, because teachers score at temperature 1",
+                f"temperature must be 1, not {self.temperature}, if teacher_kl is set, because teachers score at temperature 1",
                 param="temperature",
             )
 
@@ -165,7 +165,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Learner:
-    """A model and its optimizer, independent of any gateway. The methods block."""
+    """A model and its optimizer, independent of any gateway. Its methods are blocking, so call them in a thread."""
 
     def __init__(self, model: Model, settings: GrpoSettings) -> None:
         if settings.flex_attention and model.device.type != "cuda":
@@ -222,7 +222,7 @@ class Learner:
             return rows
         scored, unscored = split_scored(rows)
         if not scored:
-            problem = f"0 of {len(rows)} rows have usable teacher scores; first row: {unscored[0]}"
+            problem = f"no row has usable teacher scores (rejected rows: {len(rows)}; the first is {unscored[0]})"
             raise MissingTeacherScores(f"teacher_kl is set, but {problem}", param="teacher_kl")
         totals.refused += unscored
         totals.mean_kl = compute_mean_kl(scored)
@@ -424,8 +424,8 @@ class Trainer:
             await trainer.run(feed, steps=20)
 
     `folder` contains the checkpoints. `restore` resumes with the weights of the newest one, but with the given `settings`. If `folder` is
-    None, no checkpoints are written, and every step is committed. `every` is the number of steps between checkpoints. A checkpoint is
-    always written after the last step.
+    None, no checkpoints are written, and the deliveries of each step are committed right after it. Otherwise, a checkpoint is written at
+    intervals of `every` steps, and after the last step.
     """
 
     def __init__(
@@ -550,7 +550,8 @@ class Trainer:
         except NonFiniteGradient as error:
             raise NonFiniteGradient(
                 f"step {self.state.step + 1} failed: {error.message}; the weights are still those of step {self.state.step}, and "
-                f"after a restart, feed {feed.name} will repeat its deliveries from number {deliveries[0].number} on"
+                f"after a restart, feed {feed.name} will repeat the deliveries of the failed step, the first of which is number "
+                f"{deliveries[0].number}"
             ) from None
         except LogprobMismatch as error:
             with suppress(TurngateError):  # the reason why training stops must not be hidden
@@ -559,7 +560,10 @@ class Trainer:
         return measured, await feed.report_lags(number, version, measured.mismatch)
 
     async def save(self, feed: Feed) -> None:
-        """Write a checkpoint of the current step, unless it already exists, and commit its deliveries. Do not call this during a step."""
+        """Write a checkpoint of the current step, and commit its deliveries. Do not call this during a step.
+
+        If the checkpoint already exists, or if there is no folder for checkpoints, do nothing.
+        """
         if self._folder is None or self.state.step == self._saved:
             return
         await asyncio.to_thread(

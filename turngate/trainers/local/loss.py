@@ -58,10 +58,11 @@ def compute_loss(
 
 
 def compute_clipped_share(terms: LossTerms, *, low: float, high: float) -> Tensor:
-    """Compute the share of tokens whose gain is limited by clipping."""
+    """Compute the share of tokens whose gain is limited by clipping. Tokens with an advantage of 0 never count as clipped."""
     ratio = torch.exp(_log_ratio(terms.now.detach(), terms.then))
-    beyond = torch.where(terms.advantage > 0, ratio > 1 + high, ratio < 1 - low)
-    return beyond.float().mean()
+    too_high = (terms.advantage > 0) & (ratio > 1 + high)
+    too_low = (terms.advantage < 0) & (ratio < 1 - low)
+    return (too_high | too_low).float().mean()
 
 
 def compute_divergence(now: Tensor, then: Tensor) -> Tensor:

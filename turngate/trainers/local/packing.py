@@ -12,7 +12,7 @@ from turngate.trace.prefix_tree import PrefixLayout, find_shared_prefixes, lay_o
 
 
 class PackedRows(msgspec.Struct, frozen=True):
-    """Rows packed into one sequence, in which shared prefixes occur once. Rollouts of the same task share a prefix."""
+    """Rows packed into one sequence, in which a prefix that all rows share occurs once. Rollouts of the same task share a prefix."""
 
     ids: np.ndarray
     positions: np.ndarray
@@ -58,7 +58,8 @@ def _find_layout(rows: Sequence[Row]) -> PrefixLayout:
 def count_shared_prefix(rows: Sequence[Row]) -> int:
     """Return the length of the prefix that all rows share.
 
-    It ends before the position that predicts the first trained token, so that each row has its own copy of that position.
+    The prefix ends before the first position, in any row, that predicts a trained token. Each row therefore has its own copy of that
+    position.
     """
     most = min(int(row.mask.argmax()) for row in rows) - 1
     differs = np.zeros(max(0, most), np.bool_)
@@ -68,7 +69,7 @@ def count_shared_prefix(rows: Sequence[Row]) -> int:
 
 
 def count_packed_tokens(rows: Sequence[Row], *, tree: bool = False) -> int:
-    """Return the number of tokens of `pack_rows(rows)`, or of `pack_tree(rows)` if `tree` is set."""
+    """Return the number of tokens in `pack_rows(rows)`, or in `pack_tree(rows)` if `tree` is set."""
     if tree:
         return _find_layout(rows).starts[-1]
     shared = count_shared_prefix(rows)

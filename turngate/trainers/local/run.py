@@ -78,7 +78,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of a training run, its two evaluations, and its duration in seconds."""
+    """The steps of a training run, its two evaluations, and the duration of `train_and_evaluate` in seconds."""
 
     steps: tuple[Step, ...]
     shares: tuple[StepTime, ...]  # only of steps taken by this process

@@ -1,7 +1,7 @@
 """The distribution that each trained token was sampled from: its temperature, and the ids that its sampling mask kept.
 
-A token that was sampled with top-p, top-k or min-p is trained with its log-probability among the kept ids, both when it was sampled and
-under new weights. Otherwise, its importance ratio would also depend on the probability of the ids that were cut off.
+For a token that was sampled with top-p, top-k or min-p, training uses its log-probability among the kept ids, both under the weights that
+sampled it and under the new weights. Otherwise, its importance ratio would also depend on the probability of the ids that were cut off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the gateway, the in-process engine, the agents and the trainer in one process.
+"""Run the gateway, the in-process engine, the runner and the trainer in one process.
 
     runner (a batch that repeats its tasks) → agents → gateway → engine
           ▲ throttle                              └→ feed → trainer → new weights for the engine
@@ -58,6 +58,12 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("steps", "every", "ahead"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name!r} must be at least 1, not {value}", param=name)
+        if self.ahead is not None and self.ahead < self.settings.groups:
+            raise ConfigError(
+                f"'ahead' must be at least 'settings.groups' ({self.settings.groups}), not {self.ahead}, because an update needs that many "
+                f"groups; set 'ahead' to {self.settings.groups} or more, or leave it out",
+                param="ahead",
+            )
         if self.batch.n == 1 and self.feed_config().advantage != "none":
             raise ConfigError("n must be at least 2, because advantages compare the rollouts of a group", param="n")
         if self.settings.advantages == "turn" and not self.feed_config().credit:
@@ -268,6 +274,12 @@ async def _open_feed(
     except RequestRejected as error:
         if error.answered != Conflict.status:
             raise
+        if error.param == "after":
+            raise ConfigError(
+                f"data: {error.message.removeprefix('gateway: ')}. To do so, change 'number' and 'mark' in the trainer.json of the "
+                f"checkpoint of step {state.step}",
+                param="data",
+            ) from None
         old = msgspec.structs.asdict((await gateway.show_feed(goal.feed_name)).config)
         new = msgspec.structs.asdict(config)
         changes = "; ".join(f"{name} was {old[name]} and is now {new[name]}" for name in new if old[name] != new[name])
@@ -305,7 +317,7 @@ async def _wait_for_groups(
 ) -> None:
     """After all agents have ended, check that the feed has enough groups for the remaining steps.
 
-    If it does not, wait until the trainer has used the existing groups, then raise an error.
+    If it does not, wait until too few groups are left for another step, then raise an error.
     """
     newest = (await gateway.show_feed(goal.feed_name)).newest
     per_step = goal.settings.groups

@@ -2,7 +2,7 @@
 
 config       the teacher's settings
 vocabulary   check that the teacher's ids mean the same tokens as the recorded ids
-scoring      score the turns of rows with several calls at a time, and cache the scores
+scoring      score the turns of rows, several calls at a time, and cache the scores
 feed         score the deliveries of a feed
 """
 

@@ -99,7 +99,8 @@ def open_engine(config: TeacherConfig) -> ScoringEngine:
 def find_version(config: TeacherConfig) -> str:
     """Return the version of the teacher's weights.
 
-    For a local teacher without a configured version, derive one from the names, sizes and modification times of its files.
+    For a local teacher without a configured version, derive one from the names, sizes and modification times of the folder's .safetensors
+    and .json files.
     """
     if config.version or config.engine != "local":
         return config.version

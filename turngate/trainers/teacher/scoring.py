@@ -76,7 +76,7 @@ class _TeacherCall(msgspec.Struct, frozen=True):
 class Teacher:
     """Scores rows. `submit` starts the calls for the rows of a rollout, `wait` waits for all calls, and `columns` returns the scores.
 
-    If the teacher cannot be reached, `submit` and `wait` raise `TeacherUnavailable`. If it rejects a call, or its
+    If the teacher is unreachable or busy even after retries, `submit` and `wait` raise `TeacherUnavailable`. If it rejects a call, or its
     reply is invalid, only the rows that contain turns of that call have no scores.
     """
 
@@ -88,7 +88,7 @@ class Teacher:
         engine: ScoringEngine | None = None,
         watch: Callable[[TeacherSummary], None] = lambda summary: None,
     ) -> None:
-        """Connect to a teacher. Scores are cached in the file `cache`, or in memory if it is None.
+        """Connect to a teacher. Scores are cached in the file `cache`, or in memory if `cache` is None.
 
         `watch` is called after each successful call.
         """
@@ -151,7 +151,7 @@ class Teacher:
         self._raise_failure()
 
     def reset(self) -> None:
-        """Wait until all running calls have ended, then forget failures and rejected turns, so that scoring can be tried again."""
+        """Wait until all calls have ended, then forget failures and rejected turns, so that scoring can be tried again."""
         futures.wait(self._running)
         self._running = []
         self._failure = None

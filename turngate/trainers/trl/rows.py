@@ -20,7 +20,8 @@ try:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"TRL is not installed or is too old ({error}); run `pip install 'turngate[trl]'`", name=error.name
+        f"TRL is not installed, or its version is not supported ({error}); run `pip install 'turngate[trl]'`",
+        name=error.name,
     ) from None
 
 from turngate.client.feed import DeliveredRollout, Delivery, Row
@@ -164,7 +165,7 @@ class RowBuffer(queue.Queue[QueuedRow]):
             self.queue.clear()
 
     def mark_trained(self, rows: int) -> None:
-        """Mark as trained the oldest `rows` of the rows that the trainer has taken but not yet trained."""
+        """Mark rows as trained, in the order in which the trainer took them. `rows` is the number of rows to mark."""
         with self._lock:
             for _ in range(rows):
                 item = self._given.popleft()

@@ -39,7 +39,7 @@ from turngate.rollout.spec import EndPolicy, RolloutSpec
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Network
 from turngate.tasks.task import Task
-from turngate.types import Json, Sampling
+from turngate.types import STALE, Json, Sampling
 from turngate.views.training_trace import training_trace
 
 log = logging.getLogger("turngate")
@@ -109,7 +109,8 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         if outcome.kind in ("infrastructure fault", "invalid task") or outcome.status in ("error", "cancelled"):
             why = outcome.fault.message if outcome.fault is not None else outcome.grade.message if outcome.grade else ""
             name = f"session {outcome.session}" if outcome.session else f"rollout {outcome.rollout}"
-            raise TurngateError(f"{name}: {outcome.kind or outcome.status}: {why or outcome.stop}")
+            stop = "its policy version became too old to train on" if outcome.stop == STALE else outcome.stop
+            raise TurngateError(f"{name}: {outcome.kind or outcome.status}: {why or stop}")
         if outcome.exclusion:
             raise TurngateError(f"session {outcome.session}: {outcome.exclusion}")
         for warning in outcome.warnings:
@@ -149,8 +150,8 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
     def __init__(self, config: SessionsConfig, *, sampling: Mapping[str, float] | None = None) -> None:
         """Create a factory.
 
-        `sampling` contains the trainer's sampling settings, which apply to all sessions. Settings that `config.session` also contains, or
-        that the gateway does not know, are ignored.
+        `sampling` contains the trainer's sampling settings, which apply to all sessions. A setting is ignored if it is turned off, if the
+        gateway does not know it, or if `config.session["sampling"]` also contains it.
         """
         self.config = config
         self._tasks = _read_by_instruction(config)
@@ -169,7 +170,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> TurngateSession:
         """Start a rollout. `task` is the prompt of a row from `prompts`, or only the prompt's text. `seed` is TRL's group number.
 
-        If the gateway is down, this call waits for it, because otherwise TRL would keep requesting new sessions.
+        If the gateway is down, this call gives it time to restart, because otherwise TRL would keep requesting new sessions.
         """
         known = self._find_task(task)
         group = f"{self.config.group}.{known.id}" + ("" if seed is None else f"@{seed}")

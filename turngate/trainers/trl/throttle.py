@@ -44,8 +44,8 @@ class DeliveryThrottle:
     def record_finished(self, finished: FinishedRollout) -> None:
         """Count a finished rollout of the plan.
 
-        The runner reports the rollouts of earlier runs before it starts new ones. The first call of the throttle therefore knows which
-        groups were already complete.
+        The runner reports the rollouts of earlier runs before it starts new ones. Therefore, when the throttle is first called, it knows
+        which groups were already complete.
         """
         group = finished.rollout.rpartition(".")[0]
         self._finished[group] += 1
@@ -63,7 +63,7 @@ class DeliveryThrottle:
             await self._consumer.row_taken()
 
     def _count_done(self, before: set[str]) -> int:
-        """Count the groups of the plan whose rows the trainer has taken, excluding groups of other runners."""
+        """Count the groups of the plan whose rows the trainer has taken. Groups of other runners are not counted."""
         consumed = self._consumer.consumed
         # A delivery may arrive just before the runner reports its group.
         for number in [one for one, group in self._read.items() if one <= consumed and group in self._finished]:

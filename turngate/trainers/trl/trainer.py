@@ -4,7 +4,7 @@
     trainer = CheckpointedTrainer(model, …, rollout_worker=worker)
     trainer.train(resume_from_checkpoint=last)
 
-TRL's trainer prefetches rows, so a row that it has taken may not be trained yet. `CheckpointedTrainer` therefore counts the rows of
+TRL's trainer prefetches rows, so a row that it has taken may not have been trained yet. `CheckpointedTrainer` therefore counts the rows of
 each step.
 """
 
@@ -43,7 +43,7 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             if self.args.temperature != worker.config.temperature:
                 raise ConfigError(
                     f"temperature is {self.args.temperature:g} in the trainer, but {worker.config.temperature:g} in its worker; "
-                    "make them equal",
+                    "set both to the same value",
                     param="temperature",
                 )
             # The buffer applies TRL's limits, so that TRL never drops a row after taking it.

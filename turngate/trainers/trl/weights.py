@@ -7,7 +7,7 @@ The weights are sent by TRL (over NCCL to vLLM) or by the trainer's own `weight_
 
 A trainer may die during the transfer. Until the first weight is sent, the engine has the old weights. The pause therefore has a time limit,
 after which calls continue at the old version. Once sending has started, there is no limit, because the engine then has a mix of two
-versions, and rows sampled from that mix could not be told apart from good ones. Calls wait, even after the gateway restarts, until a
+versions, and rows sampled from that mix could not be told apart from good ones. Calls then wait, even after the gateway restarts, until a
 trainer has sent all weights (TRL does so when it starts), or until an operator restarts the engine and resumes the fence.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -118,15 +119,14 @@ class FencedTransfer:
         self._inner.resume()
 
     def destroy(self) -> None:
-        try:
-            self._inner.destroy()
-        finally:
+        with ExitStack() as stack:
             if self._thread.is_running:
-                try:
-                    self._release_fence()
-                finally:
-                    self._thread.run(self._gateway.__aexit__(None, None, None))
-                    self._thread.stop()
+                stack.callback(self._thread.stop)
+                stack.callback(lambda: self._thread.run(self._gateway.__aexit__(None, None, None)))
+                stack.callback(self._release_fence)
+            stack.callback(self._inner.destroy)
+            if self._version is not None and not self._sending:  # the engine still has its complete old weights
+                self._inner.resume()
 
     def _release_fence(self) -> None:
         """Open the fence if it is still closed, unless the engine may have a mix of old and new weights."""
@@ -134,8 +134,8 @@ class FencedTransfer:
             return
         if self._sending:
             log.warning(
-                "not all weights were sent: %s stays paused, because the engine has a mix of two versions; to continue, start a "
-                "trainer, which sends all weights, or restart the engine and call POST /admin/fence/resume",
+                "the weight update was not completed, and the engine may have a mix of two versions, so %s stays paused; to continue, "
+                "start a trainer, which sends all weights, or restart the engine and call POST /admin/fence/resume",
                 self._gateway.url,
             )
             return

@@ -41,7 +41,7 @@ from turngate.sandboxes.base import Network
 from turngate.tasks import Task, read_tasks
 from turngate.trainers.verifiers.gateway import gateway_url
 from turngate.trainers.verifiers.graft import graft, turns_from_view
-from turngate.types import Json, Sampling
+from turngate.types import STALE, Json, Sampling
 from turngate.views.trace import parse_trace as read_view
 
 log = logging.getLogger("turngate")
@@ -62,7 +62,7 @@ _LIMITS = {"turns": "max_turns", "sampled_tokens": "max_output_tokens", "context
 
 
 class TurngateData(vf.TaskData):
-    """The location and id of a task, from which any machine can load the task."""
+    """The location of a set of tasks, and the id of one of them, so that a worker can load that task."""
 
     tasks: str
     task: str
@@ -134,7 +134,7 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     on_limit: EndAction = "grade"
     on_lost: Literal["exclude", "zero"] = "zero"
     on_refused: Literal["exclude", "train"] = "exclude"
-    """What to do with a rollout in which one of the agent's model calls was refused."""
+    """What to do with a rollout if a model call was refused and the agent did not repeat it successfully."""
     sampling: Literal["neutral", "agent"] = "neutral"
     """`neutral`: temperature 1, unless the run or the agent's file sets another. `agent`: as the agent requests, for evaluations."""
     out: Path = Path("turngate-rollouts")
@@ -307,13 +307,14 @@ def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
         message = outcome.grade.message if outcome.grade is not None else ""
         raise _fault("task" if outcome.kind == "invalid task" else "sandbox", f"{outcome.kind}: {message}")
     if outcome.status == "cancelled":
-        raise vf.HarnessError(f"the rollout was cancelled: {outcome.stop}")
+        stop = "its policy version became too old to train on" if outcome.stop == STALE else outcome.stop
+        raise vf.HarnessError(f"the rollout was cancelled: {stop}")
     if outcome.kind is not None and outcome.reward is None:
         why = outcome.grade.message if outcome.grade is not None else ""
-        raise vf.HarnessError(
-            f"the rollout is excluded because it has no reward: {why or outcome.status} "
-            "(see on_timeout, on_failure, on_limit, on_lost)"
-        )
+        # An agent that failed before its first turn is always excluded.
+        settings = "; the harness settings on_timeout, on_failure, on_limit and on_lost decide what is excluded"
+        hint = settings if outcome.turns else ""
+        raise vf.HarnessError(f"the rollout is excluded because it has no reward: {why or outcome.status}{hint}")
     if outcome.exclusion:
         raise vf.HarnessError(f"the rollout is excluded: {outcome.exclusion}")
     if outcome.status == "timed out" or outcome.stop == "seconds":

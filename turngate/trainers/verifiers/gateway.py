@@ -102,7 +102,7 @@ class Trajectory(msgspec.Struct, frozen=True):
 
 
 class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
-    """Client for a gateway's `/v1/rollouts/{id}/…`.
+    """Client for a gateway's `/v1/rollouts/{id}/…` routes.
 
     A failed request raises `InterceptionError`, because the failure is not the agent's fault.
     """
@@ -190,8 +190,8 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
             )
         if trained and len(logprobs) != len(tokens.completion_ids):
             raise vf.InterceptionError(
-                f"gateway: step {index} is trained, but its completion has {len(tokens.completion_ids)} tokens and {len(logprobs)} "
-                "log-probabilities"
+                f"gateway: the mask of step {index} selects tokens to train on, so each token of the completion needs a log-probability, "
+                f"but it has {len(tokens.completion_ids)} tokens and {len(logprobs)} log-probabilities"
             )
         sequences.append([*tokens.prompt_ids, *tokens.completion_ids])
         turns.append(
@@ -308,7 +308,8 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     ) -> None:
         """Stop recording, add the turns to the trace, and call the hook. An earlier error (`failure`) takes precedence over a new one.
 
-        Raise `HarnessError` if the gateway refused a model call of the agent, because such a rollout must not be rewarded.
+        Raise `HarnessError` if the gateway refused a model call that the agent did not repeat successfully, because such a rollout must
+        not be rewarded.
         """
         error = failure
         try:

@@ -1,9 +1,9 @@
 """Convert recorded turns to a verifiers trace: a message graph with ids, masks and log-probabilities.
 
 verifiers trains every root-to-leaf branch of the graph according to the masks of its nodes, so a turn shared by two branches would be
-trained twice. Therefore each branch gets its own nodes, and a turn is trained only in the first branch that contains it. The branches
-equal the rows of `trace/sample.py`, token for token. An untrained turn becomes context, without log-probabilities. Each node is one
-message. As in verifiers, the node of an answer also contains the tokens of the new messages before it.
+trained twice. Therefore each branch gets its own nodes, and a turn is trained only in the first branch that contains it. If any turn is
+trained, the branches equal the rows of `trace/sample.py`, token for token. An untrained turn becomes context, without log-probabilities.
+Each node is one message. As in verifiers, the node of an answer also contains the tokens of the new messages before it.
 """
 
 from __future__ import annotations
