@@ -207,6 +207,17 @@ def test_failed_command_shows_last_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_missing_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = install.npm_command(spec.find_agent("codex").spec, tmp_path / "bin" / "node")  # a Node without npm
+    with pytest.raises(
+        AgentError,
+        match=r"could not install x: `npm ci .*` could not be run \(No such file or directory\); check that the program",
+    ):
+        install._run_command("install x", command, scratch=tmp_path)
+
+
+@pytest.mark.process
 def test_python_installation_runs_from_its_folder(tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text(install.RUN_MODULE)
     (tmp_path / "thing").mkdir()

@@ -69,7 +69,7 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
         ('command = ["x", "{context_tokens//0}"]', "command[1]: {context_tokens} is divided by 0"),
         ('command = ["{program}"]', "install must set program, because {program} is used"),
         ("command = []", "command is empty"),
-        ('name = "Mine!"', "name is 'Mine!', but must start with a-z or 0-9 and contain only a-z, 0-9 and -"),
+        ('name = "Mine!"', "name is 'Mine!', but must start with a-z or 0-9 and contain only a-z, 0-9 and '-'"),
         ('dialect = "smoke"', "dialect must be one of chat, responses, messages, gemini, any, not 'smoke'"),
         (
             '[[files]]\npath = "a"\ncontent = "{api_key}"',
@@ -116,7 +116,7 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
             'command = ["{program}"]\ncode_cache = true\n[install]\nnpm = "x"\nversion = "1.0"\nprogram = "x"',
             'code_cache needs install.npm and a command that begins with "{node}"',
         ),
-        ('[options.model]\nabout = "x"', "options.model is a built-in placeholder"),
+        ('[options.model]\nabout = "x"', "options.model: {model} is a built-in placeholder"),
         ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: unknown source 'cookie:x'; use header:NAME"),
         ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -98,6 +99,30 @@ async def test_tool_call_with_each_interpreter(tmp_path: Path, interpreter: str)
         assert [c["arguments"] for c in calls] == [{"text": text}] * 2
         unreachable = await run(tmp_path, sent, GATE_URL="http://127.0.0.1:9")
         assert unreachable.code == 1 and unreachable.err and not unreachable.out
+
+
+@pytest.mark.parametrize("interpreter", ["python3", "node", "curl"])
+@pytest.mark.parametrize(
+    ("response", "problem"),
+    [
+        (b'HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{"taken"', "answer is incomplete|transfer closed"),
+        (b'HTTP/1.1 400 No\r\ncontent-length: 99\r\n\r\n{"error"', "answer is incomplete|transfer closed"),
+        (b"nonsense\r\n\r\n", "answer is incomplete or invalid|Parse Error|HTTP/0.9"),
+    ],
+    ids=["incomplete body", "incomplete error", "invalid status line"],
+)
+async def test_broken_answer_is_a_short_error(tmp_path: Path, interpreter: str, response: bytes, problem: str) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(response)
+        writer.close()
+
+    install_tool(tmp_path, interpreter, "k")
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        result = await run(tmp_path, "{}", GATE_URL=f"http://127.0.0.1:{port}")
+    assert result.code == 1 and not result.out
+    assert re.search(problem, result.err) and result.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("interpreter", ["python3", "node", "curl"])

@@ -256,6 +256,16 @@ def test_malformed_transcript_is_tolerated(tmp_path: Path) -> None:
     ] == []
 
 
+def test_deeply_nested_arguments_stay_text(tmp_path: Path) -> None:
+    nested = "[" * 5000
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "bash", "arguments": nested}}]}
+    file = tmp_path / PATHS["mini-swe-agent"]
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"messages": [message]}))
+    [turn] = read_transcripts(transcript_of("mini-swe-agent"), tmp_path).main
+    assert turn.calls == (TranscriptCall("bash", nested),)
+
+
 @pytest.mark.parametrize(("limit", "value"), [("MAX_LINE_BYTES", 40), ("MAX_RECORDS", 1)])
 @pytest.mark.parametrize("agent", ["mini-swe-agent", "claude-code"])
 def test_oversized_transcript_is_refused(

@@ -390,7 +390,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
         (["--retries", "-1"], "--retries must be at least 0, not -1"),
         (
             ["--name", "a/b"],
-            "--name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not 'a/b'",
+            "--name cannot be 'a/b'; use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit",
         ),
         (["--only", "three"], "task: no task in"),
         (

@@ -71,7 +71,9 @@ async def test_proxy_error_is_unreachable_but_other_reply_is_config_error() -> N
             assert raised.value.retry_safe == (status == 503), "with the others, it may have sent the request"
         for status in (200, 404, 500):
             proxy.own_statuses = [status]
-            with pytest.raises(ConfigError, match="is not a turngate gateway"):
+            with pytest.raises(
+                ConfigError, match=f"returned status {status}, but the reply is not from a turngate gateway; check"
+            ):
                 await client.check()
 
 
@@ -84,7 +86,10 @@ async def test_reply_that_is_not_from_a_gateway_is_not_a_refusal_to_close_a_grou
         running = asyncio.create_task(closer.run())
         assert await closer.flush(scaled(10))
         running.cancel()
-    assert problems == [f"closing group b.t failed: gateway: {proxy.url} is not a turngate gateway; check the address"]
+    assert problems == [
+        f"closing group b.t failed: gateway: {proxy.url} returned status 200, but the reply is not from a turngate gateway; "
+        "check the address and any proxy in front of the gateway"
+    ]
 
 
 async def test_feed_retries_until_gateway_is_back_behind_proxy() -> None:

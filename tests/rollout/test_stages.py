@@ -223,7 +223,7 @@ async def test_failing_setup_is_task_fault(harness: Harness) -> None:
 
 async def test_slow_setup_is_task_fault(harness: Harness) -> None:
     outcome = await harness.run(task=Task(id="t", instruction="x", setup="sleep 6303", setup_timeout_s=0.5))
-    assert fault(outcome) == ("task", "setup", "the setup script took longer than 0.5 s: it printed nothing")
+    assert fault(outcome) == ("task", "setup", "the setup script took longer than 0.5 s and printed nothing")
 
 
 async def test_setup_has_files_but_no_key(harness: Harness, tmp_path: Path) -> None:
@@ -252,6 +252,15 @@ async def test_program_that_is_not_executable_is_agent_fault(harness: Harness, t
     agent = parse_agent(f'name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["{tmp_path}/program"]')
     message = f"mine: {tmp_path}/program is not executable; run `chmod +x` on it"
     assert fault(await harness.run(agent=agent)) == ("agent", "launch", message)
+
+
+async def test_killed_search_for_the_program_is_not_agent_fault(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_run, "_FIND_PROGRAM", "kill -9 $$")
+    boundary, stage, message = fault(await harness.run())
+    assert (boundary, stage) == ("sandbox", "launch")
+    assert "in the local sandbox ended with exit code 137" in message and "not found" not in message
 
 
 async def test_warning_explains_program_that_the_command_cannot_start(harness: Harness, tmp_path: Path) -> None:
@@ -434,9 +443,9 @@ async def test_foreign_server_is_not_gateway(harness: Harness) -> None:
     server = await asyncio.start_server(other, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server, GatewayClient(url, "k" * 20) as client:
-        assert (
-            fault(await harness.run("", client=client))[2]
-            == f"gateway: {url} is not a turngate gateway; check the address"
+        assert fault(await harness.run("", client=client))[2] == (
+            f"gateway: {url} returned status 200, but the reply is not from a turngate gateway; "
+            "check the address and any proxy in front of the gateway"
         )
 
 

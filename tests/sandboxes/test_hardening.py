@@ -170,11 +170,16 @@ def test_sigterm_ends_a_command_that_is_just_starting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("events", "is_gone"),
-    [("die\ndestroy\n", True), ("kill\ndie\ndestroy\n", False), ("stop\ndie\n", False), ("", False)],
+    ("events", "is_gone", "message"),
+    [
+        ("die\ndestroy\n", True, "was not stopped from outside"),
+        ("kill\ndie\ndestroy\n", False, "container was stopped from outside"),
+        ("stop\ndie\n", False, "container was stopped from outside"),
+        ("", False, "Docker's events do not show why"),
+    ],
 )
 async def test_only_a_container_stopped_from_outside_is_a_fault(
-    root: Path, monkeypatch: pytest.MonkeyPatch, events: str, is_gone: bool
+    root: Path, monkeypatch: pytest.MonkeyPatch, events: str, is_gone: bool, message: str
 ) -> None:
     """Docker removes a container that has ended, so its event "destroy" does not show who ended it."""
 
@@ -183,7 +188,7 @@ async def test_only_a_container_stopped_from_outside_is_a_fault(
 
     monkeypatch.setattr(docker, "run_docker", list_events)
     error = await docker.DockerSandbox(root / "one", {}, root)._explain_end()
-    assert isinstance(error, SandboxGone) == is_gone
+    assert isinstance(error, SandboxGone) == is_gone and message in error.message
 
 
 # ── downloads ──

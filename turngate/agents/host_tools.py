@@ -24,20 +24,24 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # This runs with -I, which prevents imports from the agent's working folder. It uses no proxy, because the relay is on the same machine.
 _PYTHON = r"""
-import sys, urllib.error, urllib.request
+import http.client, sys, urllib.error, urllib.request
 url, path = sys.argv[1:3]
 with open(path) as file:
     key = file.read().strip()
 headers = {"content-type": "application/json", "authorization": "Bearer " + key}
 request = urllib.request.Request(url, sys.stdin.buffer.read(), headers, method="POST")
 try:
-    answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request)
-except urllib.error.HTTPError as error:
-    sys.stderr.buffer.write(error.read() + b"\n")
-    sys.exit(1)
+    try:
+        answer, output = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request), sys.stdout
+    except urllib.error.HTTPError as error:
+        answer, output = error, sys.stderr
+    body = answer.read()
 except OSError as error:
     sys.exit("the gateway cannot be reached: %s" % error)
-sys.stdout.buffer.write(answer.read() + b"\n")
+except http.client.HTTPException as error:
+    sys.exit("the gateway's answer is incomplete or invalid: %r" % error)
+output.buffer.write(body + b"\n")
+sys.exit(0 if output is sys.stdout else 1)
 """
 _NODE = r"""
 const fs = require("fs");
@@ -51,7 +55,13 @@ const headers = {
 const sent = require(url.startsWith("https:") ? "https" : "http").request(url, {method: "POST", headers}, (answer) => {
   const parts = [];
   answer.on("data", (part) => parts.push(part));
+  answer.on("close", () => {
+    if (answer.complete) return;
+    console.error("the gateway's answer is incomplete");
+    process.exitCode = 1;
+  });
   answer.on("end", () => {
+    if (!answer.complete) return;
     const fine = answer.statusCode < 300;
     (fine ? process.stdout : process.stderr).write(Buffer.concat([...parts, Buffer.from("\n")]));
     process.exitCode = fine ? 0 : 1;
@@ -81,7 +91,7 @@ def build_shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
     of a file with mode 0600 that contains the session's secret.
     """
     if not _VARIABLE.fullmatch(base_url_var):
-        raise AgentError(f"{base_url_var!r} is not a valid environment variable name")
+        raise AgentError(f"base_url_var must be the name of an environment variable, not {base_url_var!r}")
     schema = msgspec.json.format(msgspec.json.encode(tool.schema), indent=2).decode()
     usage = f"usage: {tool.name} '{{…}}'\n{tool.description}\n\nThe arguments must be one JSON object with this schema:\n{schema}"
     return f"""#!/bin/sh

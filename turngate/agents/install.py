@@ -118,8 +118,8 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
             _install_pip(spec, new, report)
         if recipe.program and not (new / recipe.program).exists():
             raise AgentError(
-                f"{spec.name}: install.program is {recipe.program}, but the installation contains no such file; set it to the program's "
-                "path inside the installation",
+                f"{spec.name}: install.program is {recipe.program}, but the installation contains no such file; set install.program to "
+                "the program's path inside the installation",
                 param="install.program",
             )
         if recipe.prepare:
@@ -459,20 +459,26 @@ def _run_command(
     }
     command = [str(word) for word in argv]
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=scratch) as temporary:
-        result = subprocess.run(  # noqa: S603  the arguments are our own
-            command,
-            cwd=cwd,
-            env=environment
-            | {"TMPDIR": temporary}
-            | ({"PATH": path} if path else {})
-            | ({"HOME": str(home)} if home is not None else {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        try:
+            result = subprocess.run(  # noqa: S603  the arguments are our own
+                command,
+                cwd=cwd,
+                env=environment
+                | {"TMPDIR": temporary}
+                | ({"PATH": path} if path else {})
+                | ({"HOME": str(home)} if home is not None else {}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except OSError as error:
+            raise AgentError(
+                f"could not {action}: `{shlex.join(command)}` could not be run ({error.strerror}); check that the "
+                "program is installed and that its name is correct"
+            ) from None
     if result.returncode:
         tail = "\n".join(f"    {line}" for line in result.stdout.splitlines()[-TAIL_LINES:])
         raise AgentError(

@@ -102,7 +102,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An option of the agent, which is set per run and used as a placeholder. An option without a default is required."""
+    """An option of the agent, which each run can set. It replaces the placeholder of the same name. Without a default, it is required."""
 
     about: str
     default: str | None = None
@@ -157,7 +157,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     shell_call: ShellCall | None = None  # None if the agent has no tool that runs a shell command
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield the field name and the value of each text that may contain placeholders."""
+        """Yield the field name and the value of each text that may contain placeholders, except for the arguments of tool calls."""
         yield from ((f"command[{n}]", word) for n, word in enumerate(self.command))
         yield "stdin", self.stdin
         yield from ((f"install.prepare[{n}]", word) for n, word in enumerate(self.install.prepare))
@@ -270,7 +270,7 @@ def read_description(folder: Path) -> AgentSpec | None:
     except OSError as error:
         raise AgentError(f"{file} cannot be read ({error.strerror})", param="agent") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise AgentError(f"{file} cannot be read ({error})", param="agent") from None
+        raise AgentError(f"{file} is not a valid agent description: {error}", param="agent") from None
 
 
 def _user_layers() -> Iterator[list[Path]]:
@@ -295,7 +295,7 @@ def _toml_files(folder: Path) -> list[Path]:
 def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     """Yield the name of each invalid field, with a message. The caller reports only the first one."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", spec.name):
-        yield "name", f"name is {spec.name!r}, but must start with a-z or 0-9 and contain only a-z, 0-9 and -"
+        yield "name", f"name is {spec.name!r}, but must start with a-z or 0-9 and contain only a-z, 0-9 and '-'"
     if not spec.command:
         yield "command", "command is empty; set it to a list of the program and its arguments"
     yield from _install_faults(spec)
@@ -362,11 +362,11 @@ def _code_cache_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 def _option_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     for name in spec.options:
         if name in PLACEHOLDERS:
-            yield f"options.{name}", f"options.{name} is a built-in placeholder; choose a different name"
+            yield f"options.{name}", f"options.{name}: {{{name}}} is a built-in placeholder; choose a different name"
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             yield (
                 f"options.{name}",
-                f"options.{name}: an option's name must start with a-z and contain only a-z, 0-9 and _",
+                f"options.{name}: an option's name must start with a-z and contain only a-z, 0-9 and '_'",
             )
 
 

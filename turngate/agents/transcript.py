@@ -1,7 +1,7 @@
 """Read an agent's transcript, which is its own record of a run, and compare it with the trace.
 
 The files are not trusted, because the agent wrote them. Links are not followed, sizes are limited, and the content is used only for the
-comparison. The agent's description contains the expressions that parse the files.
+comparison. The agent's description contains the expressions that extract turns from the files.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def compare_turns(
 
 
 def _files(home: Path, pattern: str) -> Iterator[Path]:
-    """Yield the files below `home` that match `pattern`, sorted by name. Skip links, because they could point to a file on the host."""
+    """Yield the files below `home` that match `pattern`, sorted by name. Skip links, because they could point outside `home`."""
     for file in sorted(home.glob(pattern)):
         inside = file.relative_to(home)
         linked = any((home / part).is_symlink() for part in (inside, *inside.parents) if part != Path())
@@ -213,7 +213,7 @@ def parse_arguments(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

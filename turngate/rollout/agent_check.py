@@ -274,7 +274,7 @@ def _explain_edit(replaced: TraceTurn, number: int) -> str:
 
 
 def _check_calls(outcome: Outcome, turns: list[TraceTurn], engine: Scripted) -> PromiseResult:
-    made = "unknown" if outcome.calls is None else outcome.calls
+    made = "an unknown number" if outcome.calls is None else outcome.calls
     return PromiseResult(
         "the trace contains every model call",
         bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),

@@ -48,7 +48,7 @@ def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, b
 async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> None:
     """Raise `AgentError` if the agent's program is not in the sandbox or is not executable, or if the command `install.check` fails.
 
-    Raise `SandboxError` if the sandbox takes too long to find the program.
+    Raise `SandboxError` if the search for the program takes too long or is killed.
     """
     name = spec.agent.name
     find = ["/bin/sh", "-c", _FIND_PROGRAM, "sh", launch.program]
@@ -57,6 +57,11 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
         raise SandboxError(
             f"{name}: the search for {launch.program} in the {spec.backend.name} sandbox took longer than {_CHECK_S:g} s; the machine "
             "may be overloaded"
+        )
+    if lookup.exit_code not in (0, _NOT_EXECUTABLE, _NOT_FOUND):
+        raise SandboxError(
+            f"{name}: the search for {launch.program} in the {spec.backend.name} sandbox ended with exit code {lookup.exit_code}; it "
+            "may have been killed because the sandbox or the machine ran out of memory"
         )
     if lookup.exit_code:
         problem, fix = _explain_missing(lookup.exit_code, spec.backend)

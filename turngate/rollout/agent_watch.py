@@ -54,7 +54,7 @@ _MARKED_PATH = re.compile(r"/from/([A-Za-z_][A-Za-z0-9_]*)(/.*|$)")
 
 
 class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What was observed while a command ran: its requests, the environment variables it read, its exit code and its output."""
+    """What was observed while a command ran: its requests, the variables that set its endpoint and key, its exit code and its output."""
 
     calls: tuple[LoggedCall, ...]
     variables: tuple[str, ...]  # the variables from which the agent read its endpoint and key

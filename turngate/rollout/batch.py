@@ -102,8 +102,8 @@ async def rollouts(
 ) -> AsyncGenerator[FinishedRollout, None]:
     """Yield the rollouts as they finish, starting with those of earlier runs. Closing the iterator stops the batch.
 
-    A rollout that is retried on request is yielded again, with a higher `attempt`. It replaces the earlier result with the same `rollout`.
-    Raise `BatchStopped` if the batch cannot continue.
+    A rollout that is retried on request is yielded again, with a higher `attempt`. The new result replaces the earlier one; both have the
+    same `rollout`. Raise `BatchStopped` if the batch cannot continue.
     """
     queue: asyncio.Queue[FinishedRollout | None] = asyncio.Queue()
     batch = Batch(plan, gateway, connector, watch, throttle=throttle, on_finished=queue.put_nowait, executor=executor)
@@ -207,7 +207,7 @@ class Batch:
         )
 
     async def _claim_folder(self, ledger: Ledger) -> None:
-        """Check that the folder contains this batch, or start the batch in an empty folder."""
+        """Start the batch if the folder contains none yet. Otherwise, check that the folder contains this batch."""
         tasks = await asyncio.to_thread(self._plan.digests)
         terms, header = self._plan.terms(), ledger.state.head
         if header is None:

@@ -123,7 +123,7 @@ class CallLog:
         return tuple({tool.name: tool for call in self.model_calls for tool in call.tools}.values())
 
     def describe_refusals(self) -> str:
-        """Return the number of refused calls and the first error message, or "" if no call was refused."""
+        """Return the number of refused calls with the status and message of the first, or "" if no call was refused."""
         if not self.refused:
             return ""
         first = self.refused[0]

@@ -72,7 +72,7 @@ class Ending(msgspec.Struct, kw_only=True):
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on a rollout: its status, class and grade, the fault if there was one, and whether to retry it."""
+    """The classification of a rollout: its status, class and grade, the fault if there was one, and whether to retry it."""
 
     status: Status
     kind: RolloutClass | None = None  # None if the work must be graded first
@@ -168,7 +168,10 @@ def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
 
 
 def _was_engine_silent(ending: Ending, status: Status) -> bool:
-    """Return whether the agent failed or timed out after spending most of its time waiting for an engine that sent no tokens."""
+    """Return whether the agent failed or timed out after spending most of its time waiting for an engine that sent no tokens.
+
+    An agent that failed must also have waited for more than `PATIENCE_S` seconds.
+    """
     if ending.silent_s <= SILENT_SHARE * (ending.ran_s or 0.0):
         return False
     return status == "timed out" or (status == "failed" and ending.silent_s > PATIENCE_S)

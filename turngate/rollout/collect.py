@@ -48,7 +48,7 @@ class Collected(msgspec.Struct, frozen=True):
 async def collect(
     sandbox: Sandbox, launch: Launch, folder: Path, redact: Callable[[bytes], bytes] = bytes
 ) -> Collected:
-    """Copy the agent's output, transcript and logs to `folder`. A file that cannot be copied is listed as missing.
+    """Copy the agent's output, transcript and logs to `folder`. `missing` says what could not be copied, and why.
 
     `redact` removes secrets from the agent's output.
     """
@@ -143,7 +143,7 @@ async def _write_file(target: Path, data: bytes, missing: list[str]) -> bool:
 
 
 def _relative_to_home(name: str, home: str) -> PurePosixPath | None:
-    """Return an untrusted path relative to the home folder, or None if it is outside that folder."""
+    """Return an untrusted path relative to the home folder, or None if it is not inside that folder."""
     path = PurePosixPath(name)
     if not path.is_relative_to(home) or ".." in path.parts or "\0" in name or str(path) == home:
         return None

@@ -28,7 +28,10 @@ def _count_cores() -> int:
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The maximum number of rollouts in each phase. None means a default that depends on the number of CPU cores."""
+    """The maximum number of rollouts in each phase, and of sandboxes that are prepared in advance (`warm`).
+
+    None means a default that depends on the number of CPU cores.
+    """
 
     running: int = 8
     starting: int | None = None  # None: twice the number of cores

@@ -1,6 +1,6 @@
 """Connect a rollout's sandbox to the gateway.
 
-A local sandbox connects through its own proxy on this machine, its door (`sandboxes/door.py`). A remote sandbox connects to a public URL.
+A local sandbox connects through its door (`sandboxes/door.py`), a proxy on this machine. A remote sandbox connects to a public URL.
 """
 
 from __future__ import annotations

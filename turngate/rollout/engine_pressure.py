@@ -1,4 +1,4 @@
-"""Start no more rollouts while the gateway's engines are saturated, so that running agents do not have to wait or fail."""
+"""Start no new rollouts while the gateway's engines are saturated, so that running agents do not have to wait or fail."""
 
 from __future__ import annotations
 

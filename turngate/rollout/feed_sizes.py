@@ -28,7 +28,7 @@ class FeedSizeCheck:
             await asyncio.sleep(_EVERY_S)
 
     async def check(self, batch: str) -> None:
-        """Add a note for each feed that accepts groups of this batch but expects a different size. Each feed is noted only once."""
+        """Add a note for each feed that accepts groups of this batch but expects a different size. A feed gets at most one note."""
         try:
             feeds = await self._gateway.feeds()
         except TurngateError:  # other requests report a gateway that does not respond

@@ -13,7 +13,7 @@ BACKOFF_S = 1.0  # pause before the second try; the pause before the third is fo
 
 
 async def grade_with_retries(task: Task, work: Work, environment: GradingEnvironment) -> Grade:
-    """Grade the work with the task's grader. Try again after an infrastructure fault, up to `MAX_TRIES` times in total."""
+    """Grade the work with the task's grader. After an infrastructure fault, try again, with at most `MAX_TRIES` tries in total."""
     tries = 1
     while True:
         result = await grade(task, work, environment)

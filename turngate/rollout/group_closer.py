@@ -50,7 +50,7 @@ class GroupCloser:
             self.empty_group_added.set()
 
     def reopen(self, finished: FinishedRollout) -> None:
-        """Stop counting a finished rollout that will run again. Its group is closed again when the new attempt has finished."""
+        """Stop counting a finished rollout that will run again. A group that is already closed is closed again after the new attempt."""
         group = _group_name(finished)
         members = self._closed.pop(group, None)
         if members is not None:
@@ -66,7 +66,7 @@ class GroupCloser:
             self._queue.task_done()
 
     async def flush(self, limit_s: float) -> bool:
-        """Wait until all complete groups are closed. Return False if that takes longer than `limit_s`."""
+        """Wait until no complete group is waiting to be closed. Return False if that takes longer than `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._queue.join()

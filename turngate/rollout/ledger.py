@@ -2,10 +2,10 @@
 
     {"type":"batch", …}      the first line, which identifies the batch
     {"type":"begun", …}      an attempt is starting; written before its session is opened, with the session's id
-    {"type":"ended", …}      an attempt ended without a verdict: infrastructure fault, cancelled, stale, or lost with its runner or machine
+    {"type":"ended", …}      an attempt ended and its rollout may run again: infrastructure fault, cancelled, stale, or its machine was lost
     {"type":"unrecorded", …} a rollout is done, but the gateway has not recorded its outcome yet
     {"type":"finished", …}   a rollout is finished
-    {"type":"reopened", …}   a finished rollout without a verdict will run again, because someone requested a retry
+    {"type":"reopened", …}   a finished rollout will run again, because someone requested a retry
 
 Lines are only appended, and each is synced to disk. A JSON Lines file is sufficient, because the runner reads it only once, at the start.
 People and programs can read it while the batch runs. A last line without a newline is incomplete and is ignored. The file is locked, so
@@ -101,7 +101,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished",
 
 
 class ReopenedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
-    """A rollout that finished without a verdict. It will run again, because someone requested a retry."""
+    """A finished rollout that will run again, because someone requested a retry."""
 
     rollout: str
     attempt: int  # number of the last attempt

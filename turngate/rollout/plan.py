@@ -71,7 +71,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)
         if self.name and not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not {self.name[:100]!r}",
+                f"name cannot be {self.name[:100]!r}; use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit",
                 param="name",
             )
         if not self.tasks:
@@ -89,7 +89,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.tasks) * self.n * self.rounds
 
     def terms(self) -> dict[str, str]:
-        """Return the settings that identify the batch, by name. Settings that affect only its speed or length are left out."""
+        """Return the settings that must not change when the batch is resumed, by name."""
         return {
             "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
             _AGENT_TERM: _RUN_DIGEST + _digest(_run_fields(self.agent)),
@@ -124,7 +124,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return {task.id: _digest(_task_fields(task)) for task in self.tasks}
 
     def fingerprint(self) -> str:
-        """Return a name that depends only on the batch's settings and tasks. The default folder of the batch has this name."""
+        """Return a name that depends only on the batch's `terms` and tasks. The default folder of the batch has this name."""
         return _digest([self.terms(), self.digests()])[:12]
 
     def order_tasks(self, round: int = 0) -> tuple[Task, ...]:
@@ -182,7 +182,7 @@ def _with_batch_id(batch: str, session: Mapping[str, Json]) -> Mapping[str, Json
 
 
 def batch_stream(batch: str) -> str:
-    """Return the name of the event stream with a batch's retry requests and replies."""
+    """Return the name of the event stream that carries a batch's retry requests and the replies to them."""
     return f"{BATCH_STREAM}{batch}"
 
 

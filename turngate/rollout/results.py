@@ -41,7 +41,7 @@ EndReason = Literal["fault", "cancelled", "lost", "stale"]
 
 
 class BatchResults:
-    """The results of one batch. `batch` is the batch's id, which is empty until its folder is claimed."""
+    """The results of one batch. `batch` is the batch's id, which is empty until the batch's folder is claimed."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class BatchResults:
         )
 
     async def reopen(self, finished: FinishedRollout) -> None:
-        """Reopen a rollout that finished without a verdict, so that it can run again."""
+        """Reopen a finished rollout, so that it can run again."""
         await self.write_reopened(finished.rollout, finished.attempt)
         self.progress.remove(finished)
         self._closer.reopen(finished)
@@ -239,9 +239,9 @@ def build_finished(
 
 
 def exclude(finished: FinishedRollout, reason: str) -> FinishedRollout:
-    """Return the rollout as `cancelled` and without a reward if there is a `reason` why its outcome does not count.
+    """If `reason` says why the outcome does not count, return the rollout as `cancelled` and without a reward.
 
-    If `reason` is empty, return the rollout unchanged. The gateway keeps the outcome.
+    If `reason` is empty, return the rollout unchanged. The gateway keeps the outcome in either case.
     """
     if not reason:
         return finished

@@ -1,4 +1,4 @@
-"""Decide on the retry requests of a batch: those that arrive while it is running, and those that arrived before."""
+"""Decide on the retry requests of a batch: those that arrive while it is running, and those that were still open when it started."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from turngate.rollout.stop_signal import StopSignal
 log = logging.getLogger("turngate")
 _RECONNECT_S = 5.0  # pause before reading events again from a gateway that did not respond
 _REPLY_S = 2.0  # how long to wait for an attempt to end before replying that it is still running
-_RETRYABLE: tuple[RolloutClass, ...] = ("infrastructure fault", "cancelled", "stale")  # classes without a verdict
+_RETRYABLE: tuple[RolloutClass, ...] = ("infrastructure fault", "cancelled", "stale")
 _ENDING = RetryReply(None, "the batch is ending; run it again with the same folder to process this request")
 
 
 class RetryListener:
     """Handles the retry requests of one batch.
 
-    A finished rollout runs again if it has no verdict and if the request names its last attempt.
+    A finished rollout runs again if its class is in `_RETRYABLE` and the request names its last attempt.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RetryListener:
     # ── requests from before this run ───────────────────────────────────────────────────────────────────────────
 
     async def read_earlier(self) -> dict[int, RetryRequest]:
-        """Return the requests that arrived while the batch was not running. Return {} if the gateway does not respond in time."""
+        """Return the requests that were still open when this run started. Return {} if the gateway does not respond in time."""
         try:
             async with asyncio.timeout(health.RESTART_S):
                 return await self._read_pending()
@@ -67,7 +67,7 @@ class RetryListener:
         return accepted
 
     async def reply_earlier(self, requests: Mapping[int, RetryRequest], accepted: set[int]) -> None:
-        """Reply to the requests that arrived while the batch was not running."""
+        """Reply to the requests that were still open when this run started."""
         for seq, request in requests.items():
             is_accepted = seq in accepted
             await self._reply(

@@ -63,7 +63,7 @@ async def read_pending(gateway: GatewayClient, batch: str) -> tuple[dict[int, Re
 
 
 async def send_reply(gateway: GatewayClient, batch: str, seq: int, reply: RetryReply) -> None:
-    """Reply to a request. If the gateway does not respond, the request stays open."""
+    """Reply to a request. If this fails, ignore the error: the request stays open."""
     with suppress(TurngateError):
         data = {"retry": seq, "taken": reply.taken, "message": reply.message}
         await gateway.announce(batch_stream(batch), "note", data)

@@ -34,7 +34,10 @@ class RolloutItem(msgspec.Struct, frozen=True):
 
 
 class Schedule:
-    """Assigns rollouts to workers. Workers keep waiting while an attempt or a retry request is pending, since either may add a rollout."""
+    """Assigns rollouts to workers.
+
+    Workers keep waiting while an attempt is running or a retry request is undecided, since either may add a rollout.
+    """
 
     def __init__(
         self,
@@ -109,7 +112,10 @@ class Schedule:
         heapq.heappush(self._retries, (time.monotonic() + wait_s, next(self._order), item))
 
     def add_retry_after_fault(self, item: RolloutItem, faults: int) -> None:
-        """Schedule a retry after a fault. `faults` is the number of earlier faults of the rollout; the pause doubles with each."""
+        """Schedule a retry after a fault. `faults` is the number of earlier faults of the rollout.
+
+        The pause doubles with each fault, up to a limit.
+        """
         backoff_s = min(MAX_BACKOFF_S, self._plan.back_off_s * 2**faults)
         self.add_retry(item, backoff_s * random.uniform(0.5, 1.5))
 
@@ -124,7 +130,10 @@ class Schedule:
         self._workers = count
 
     async def next(self) -> RolloutItem | None:
-        """Wait for a retry that is due or for the next rollout of a group. Return None if no rollouts are left or the batch is stopping."""
+        """Return a retry that is due or else the next rollout of a group, waiting if necessary.
+
+        Return None if no rollouts are left or the batch is stopping.
+        """
         async with self._changed:
             while not self._stop:
                 due_s = self._retries[0][0] - time.monotonic() if self._retries else None

@@ -36,7 +36,7 @@ END_S = 10.0  # how long the gateway may take to end the session of a rollout th
 
 
 class AgentSession:
-    """The session of one rollout. It sets the fields of `ending` that say why the session ended."""
+    """The session of one rollout. It records in `ending` how the session ended."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class Stages:
 
     @property
     def traceparent(self) -> str:
-        """The W3C trace context of the agent's span, which is the parent of the spans of its turns; empty if tracing is disabled."""
+        """The W3C trace context of the agent's span. Empty outside `trace_agent`, or if tracing is disabled."""
         return "" if self._agent_span is None else self._agent_span.traceparent
 
     @asynccontextmanager
@@ -113,7 +113,7 @@ class Stages:
 
     @contextmanager
     def trace_agent(self, session: str) -> Iterator[None]:
-        """Trace the block as the agent's span, which is the parent of the spans of its turns."""
+        """Trace the block as the agent's span, if tracing is enabled. The spans of the agent's turns become its children."""
         if self._rollout_span is None:
             yield
             return

@@ -260,7 +260,7 @@ def _find_shrunken(by_task: Mapping[str, Sequence[FinishedRollout]], n: int) -> 
 
 
 def build_histogram(rewards: Sequence[float], bins: int = 10) -> tuple[HistogramBin, ...]:
-    """Count the rewards in bins of equal width. The bins cover the range from 0 to 1, or more if rewards lie outside it."""
+    """Count the rewards in bins of equal width. The bins cover 0 to 1, or a wider range if some rewards lie outside it."""
     if not rewards:
         return ()
     low, high = min(0.0, *rewards), max(1.0, *rewards)
@@ -281,5 +281,5 @@ def _count_messages(members: Iterable[FinishedRollout]) -> dict[RolloutClass, li
 
 
 def _count_warnings(members: Iterable[FinishedRollout]) -> list[tuple[str, int]]:
-    """Return the most frequent warnings, each with its count. Warnings are not shortened, because each ends with its fix."""
+    """Return the most frequent warnings, each with its count. Warnings are not shortened, because they end with advice."""
     return Counter(warning for rollout in members for warning in rollout.warnings).most_common(_MAX_WARNINGS)

@@ -78,7 +78,7 @@ def _compare_files(
 def _compare_subagents(
     written: Sequence[Sequence[TranscriptTurn]], recorded: Sequence[DeliveredTurn], *, fills_in: bool
 ) -> list[Difference]:
-    """Compare each sub-agent's transcript with the most similar recorded conversation.
+    """Compare each sub-agent's transcript with the most similar of the recorded conversations that are not yet matched.
 
     The name and the position of a transcript do not identify its conversation.
     """

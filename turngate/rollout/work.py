@@ -54,9 +54,9 @@ async def copy_work(
 
 
 async def is_broken(sandbox: Sandbox) -> bool:
-    """Return whether tar no longer works in the sandbox. It worked when the task's files were uploaded, so the agent must have broken it.
+    """Return whether tar no longer works in the sandbox. Every sandbox must have tar, so the agent is assumed to have broken it.
 
-    Return False if the sandbox does not respond, because that is not the agent's fault.
+    Return False if the sandbox does not respond, because that may not be the agent's fault.
     """
     try:
         done = await sandbox.exec(["/bin/sh", "-c", _PACK], cwd="/", timeout_s=60)

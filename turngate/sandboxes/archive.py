@@ -34,10 +34,10 @@ REFUSED_TYPES = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)
 def pack(folder: Path, into: IO[bytes], exclude: Container[str] = ()) -> None:
     """Pack the content of a folder into the file `into`, except for the paths in `exclude`, which are relative to the folder.
 
-    Links stay links, so the files that they point to on this machine are not copied. Devices, pipes and sockets are left out.
+    Symbolic links stay links, so files outside the folder are not copied. Devices, pipes and sockets are left out.
     """
     if not folder.is_dir():
-        raise SandboxError(f"{folder} is not a folder")
+        raise SandboxError(f"{folder} cannot be copied, because it is not a folder")
     with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
         waiting = ["."]  # a loop, not a recursion like `tar.add`, because folders may be deeply nested
         while waiting:
@@ -65,7 +65,7 @@ def _sanitize(member: tarfile.TarInfo | None) -> tarfile.TarInfo | None:
 
 
 class _Member(tarfile.TarInfo):
-    """A member of a tar stream. If reading it would use too much memory, it is rejected as soon as its header is parsed."""
+    """A member of a tar stream. If reading it could use too much memory, it is rejected as soon as its header is parsed."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
@@ -85,7 +85,7 @@ class _Member(tarfile.TarInfo):
 
 
 class _SkippedFiles:
-    """Counts the files that could not be copied, and keeps the names of the first few."""
+    """Counts the files that were not copied. For the first few, it also keeps the name and the reason."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -112,8 +112,8 @@ def unpack(
     """Unpack a tar stream into a host folder, which is created if necessary. Return the skipped entries with reasons.
 
     Devices, pipes, links that point outside the folder, and paths that are too long or too deep are skipped. `limit` is the maximum total
-    size in bytes. Unpacking is aborted after `timeout_s`, or when `is_cancelled`, which is polled, returns true. All errors are
-    `SandboxError`s.
+    size in bytes. At most `MAX_NAMED` skipped entries are named; the others are only counted. Unpacking is aborted after `timeout_s`, or
+    when `is_cancelled`, which is polled, returns true. A malformed tar stream or a file-system error raises `SandboxError`.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -131,9 +131,9 @@ def unpack(
         finally:
             os.close(root)
     except OSError as error:
-        raise SandboxError(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise SandboxError(f"cannot copy the folder to {folder}: {error.strerror or error}") from error
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError, MemoryError) as error:
-        raise SandboxError(f"the folder was not copied completely: {error or type(error).__name__}") from error
+        raise SandboxError(f"the folder was not copied completely: {str(error) or type(error).__name__}") from error
 
 
 def _unpack(stream: IO[bytes], root: int, limit: int, check_deadline: Callable[[], None]) -> tuple[str, ...]:
@@ -207,7 +207,7 @@ def parse_tar_errors(stderr: bytes) -> tuple[str, ...]:
 def _split_path(name: str) -> list[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise SandboxError("the folder contains a file whose path leads outside the folder")
+        raise SandboxError("the folder contains an entry whose path is absolute or contains '..' or a NUL character")
     return parts
 
 
@@ -259,7 +259,7 @@ def _make_hard_link(root: int, source: list[str], path: list[str]) -> str:
 
 
 def _remove_file(name: str, folder: int) -> None:
-    """Remove a file that is left from an earlier download. Overwriting it would also change its hard links."""
+    """Remove a file left over from an earlier download. Overwriting it would also change its hard links."""
     try:
         if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=folder)

@@ -1,4 +1,4 @@
-"""The interface of a sandbox, an isolated environment in which an agent runs.
+"""The interface of a sandbox, the environment in which an agent runs.
 
 A sandbox runs commands in the foreground and the background, reads and writes files, and can be stopped. One contract test suite
 (`tests/sandboxes`) covers all backends: `local`, `bubblewrap`, `docker`, `e2b`, `huggingface`. Unless stated otherwise, paths are paths

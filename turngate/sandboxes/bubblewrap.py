@@ -5,7 +5,7 @@ is visible: no other processes, and no network except a private loopback. Proces
 under it, so they share /tmp, the loopback and the view of processes. A system call filter (`seccomp.py`) blocks the kernel's keyrings and
 VSOCK, which namespaces do not isolate.
 
-The sandbox shares the host's kernel. `not_enforced` lists the limits that cannot be applied. With `network="open"`, the sandbox uses the
+The sandbox shares the host's kernel. `not_enforced` lists what cannot be enforced. With `network="open"`, the sandbox uses the
 host's network, including its loopback.
 """
 
@@ -142,7 +142,7 @@ class BubblewrapBackend:
     async def _find_server(self, spec: SandboxSpec) -> WarmStart | None:
         """Return a fork server for the sandbox, or None if the sandbox must start without one.
 
-        A fork server cannot enter the host's network, and can only enter sandboxes below its own user namespace.
+        A fork server cannot enter the host's network. It can enter a sandbox only if the sandbox's user namespace is below its own.
         """
         preload = spec.preload
         if preload is None:
@@ -160,8 +160,8 @@ class BubblewrapBackend:
         The server's sandbox has no network, no view of other processes and no rollout data.
 
         The server must be in the host's process namespace, because otherwise it could not enter the process namespace of a sandbox. It sees
-        no processes, because it has no /proc. It has no privileges, but may enter sandboxes, because they are created below its user
-        namespace.
+        no processes, because it has no /proc. It has no privileges, but may enter sandboxes, because their user namespaces are created
+        below its own.
         """
         folder = create_folder(self.root, KIND, "etc", "scratch", "scratch/home", "scratch/tmp", "scratch/work")
         _write_etc(folder / "etc")
@@ -232,7 +232,9 @@ def _open_filters() -> list[int]:
 def _check_mounts(spec: SandboxSpec) -> None:
     for mount in spec.mounts:
         if not Path(mount.source).exists():
-            raise SandboxError(f"cannot mount {mount.source}: it does not exist")
+            raise SandboxError(
+                f"cannot mount {mount.source}, because it does not exist on this machine; create it first"
+            )
 
 
 def _folder_name(n: int) -> str:
@@ -245,8 +247,8 @@ def _check_folders(spec: SandboxSpec) -> None:
         first, *rest = PurePosixPath(folder).parts
         if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:
             raise SandboxError(
-                f"{folder} cannot be a folder of a bubblewrap sandbox; choose an absolute path without '..' outside system folders, such "
-                f"as {WORKDIR}"
+                f"{folder} cannot be a folder of a bubblewrap sandbox; choose an absolute path, such as {WORKDIR}, that contains no '..' "
+                "and is not in a system folder"
             )
 
 
@@ -254,8 +256,8 @@ def _cover_kernel_files() -> list[str]:
     """Return `bwrap` options that cover the files in /proc that belong to the kernel, not to a process.
 
     The host's root owns these files. If Turngate runs as root, even an agent without privileges counts as their owner, and could set
-    `kernel.core_pattern` to run programs outside the sandbox. Therefore writable files become read-only. Files that only root can read
-    become empty, and so do the lists of the host user's keys.
+    `kernel.core_pattern` to run programs outside the sandbox. Therefore folders and writable files become read-only. Other files that
+    only root can read become empty, and so do the lists of the host user's keys.
     """
     covers = []
     for entry in sorted(Path("/proc").iterdir()):
@@ -287,7 +289,7 @@ def _write_etc(etc: Path) -> None:
 
 @cache
 def _find_python() -> tuple[str, str]:
-    """Return an interpreter that is available inside the sandbox, and the folder to mount if it is outside /usr."""
+    """Return the Python interpreter to run inside the sandbox. If it is outside /usr, also return the folder to mount."""
     own = Path(os.path.realpath(sys.executable))
     if own.is_relative_to("/usr"):
         return str(own), ""

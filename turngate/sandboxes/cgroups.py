@@ -1,8 +1,8 @@
 """Limits on CPU, memory and processes for sandboxes that are ordinary processes on this machine (local and bubblewrap).
 
 This module uses the kernel's control groups, version 1 or 2, with one group per sandbox, named after the sandbox. Creating groups requires
-root or a delegated subtree. `enforceable_limits` returns the limits that can be enforced on this machine; the backends' `not_enforced`
-lists the others.
+root or a delegated subtree. `enforceable_limits` returns the limits that can be enforced on this machine. The backends' `not_enforced`
+lists the requested limits that cannot.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class DockerSandbox(PosixSandbox):
         return int(found[0]) + await asyncio.to_thread(disk.measure_deleted_files, int(found[1]))
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Record `error`, which explains the lack of disk space, and kill all commands except the relay."""
+        """Kill all commands except the relay, and record `error`, which describes the sandbox's disk use."""
         self.disk_error = error
         for job in [job for job in self._jobs if not job.standalone]:
             await job.kill(grace_s=0)
@@ -219,9 +219,11 @@ class DockerSandbox(PosixSandbox):
         output = await run_docker("events", *when, "--filter", f"container={self.id}", "--format", "{{.Action}}")
         events = {line.strip() for line in output.splitlines()}
         # "destroy" says nothing: Docker removes the container whenever it ends, because of --rm.
-        if "die" in events and not events & {"kill", "stop"}:
+        if events & {"kill", "stop"}:
+            return SandboxError("the sandbox's container was stopped from outside")
+        if "die" in events:
             return SandboxGone("the sandbox's container ended, and was not stopped from outside")
-        return SandboxError("the sandbox's container was stopped from outside")
+        return SandboxError("the sandbox's container has ended, and Docker's events do not show why")
 
     async def kill(self) -> None:
         """Kill the whole container. This is the last resort if its processes cannot be killed otherwise."""
@@ -348,7 +350,7 @@ class DockerJob:
                     break
             if failed or time.monotonic() > deadline:
                 if not last:
-                    raise SandboxError(failed or "docker exec is still running, although its command has ended")
+                    raise SandboxError(failed or "docker exec is still running, although its command is not")
                 await self._sandbox.kill()  # always works, and no other job of the agent is running
                 await self.wait_for_client()
                 break
@@ -356,7 +358,7 @@ class DockerJob:
         self._sandbox.discard_job(self)
 
     async def wait_for_client(self) -> None:
-        """Wait until `docker exec` notices that its container has ended. Kill `docker exec` if it does not."""
+        """Wait until `docker exec` notices that its container has ended. Kill `docker exec` if that takes too long."""
         try:
             await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
         except TimeoutError:
@@ -374,7 +376,7 @@ class DockerBackend:
     """Creates Docker sandboxes.
 
     `root` is the parent of their folders on the host, by default a private temporary folder. `image` is the default image. If `image` is
-    empty, the default is our own base image if it was built on this machine, and a public image otherwise.
+    empty, the default is Turngate's base image if this machine has it, and a public image otherwise.
     """
 
     name = KIND
@@ -480,7 +482,7 @@ def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
 
 
 async def _find_storage(default: Path) -> Path:
-    """Return the folder in which Docker keeps containers, or `default` if this user cannot access it."""
+    """Return Docker's data folder, or `default` if this user cannot read it."""
     _, storage, _ = await try_docker("info", "--format", "{{.DockerRootDir}}")
     return Path(storage.strip()) if os.access(storage.strip(), os.R_OK) else default
 
@@ -492,7 +494,7 @@ def _mount_option(source: str, target: str, *, writable: bool) -> str:
 
 
 def _make_readable(folder: Path) -> None:
-    """Let every user read a folder, because the container may run as any user. Its parent folder keeps the host's other users out."""
+    """Let every user read a folder, because the container may run as any user. The parent folder keeps the host's other users out."""
     folder.chmod(0o755)
 
 
@@ -512,7 +514,7 @@ def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
 
 
 def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
-    """Split environment variables into the content of an --env-file and those to pass through the docker command's own environment.
+    """Return the content of an --env-file, and the variables that must be passed through the docker command's own environment instead.
 
     Values are never passed as arguments, which every user of the host can read.
     """
@@ -521,8 +523,9 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
         if "\n" in value or "\r" in value or len(os.fsencode(value)) > MAX_ENV_LINE:
             if name.startswith(CLI_VARIABLES):
                 raise SandboxError(
-                    f"the environment variable {name} cannot be set in a container: the docker command reads it, too, and its value has "
-                    f"line breaks or more than {MAX_ENV_LINE} bytes; rename the variable, or give it a shorter value without line breaks"
+                    f"the environment variable {name} cannot be set in a container: the docker command may read it itself, and its value "
+                    f"contains line breaks or more than {MAX_ENV_LINE} bytes; rename the variable, or give it a shorter value without "
+                    "line breaks"
                 )
             own[name] = value
         else:

@@ -60,8 +60,8 @@ async def connect_sandbox(
 ) -> AsyncIterator[str]:
     """Keep the sandbox connected while the block runs, and yield the URL at which the agent can reach the gateway.
 
-    If no interpreter for the relay is on the sandbox's PATH, set `python` or `node` to an interpreter's path. `give_up_s` limits how long a
-    call waits for a gateway that does not answer.
+    If no interpreter for the relay is on the sandbox's PATH, set `python` or `node` to an interpreter's path. While the gateway cannot be
+    reached, a call is retried for up to `give_up_s` seconds.
     """
     async with AsyncExitStack() as stack:
         folder = f"{sandbox.home}/{RELAY_FOLDER}"
@@ -123,7 +123,7 @@ async def _stage_relay(sandbox: Sandbox, folder: str, python: str, node: str) ->
 
 async def _read_port(sandbox: Sandbox, folder: str) -> int:
     text = await _wait_for_file(sandbox, f"{folder}/port", START_S)
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
     log = await sandbox.exec(["cat", f"{folder}/log"], timeout_s=START_S)
     reason = (

@@ -46,7 +46,10 @@ def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
 
 
 def _private_root(root: Path | None) -> Path:
-    """Return the parent of all sandbox folders. Raise `SandboxError` if it is not private, because other users could plant links in it."""
+    """Return the parent of the sandbox folders. Create it if necessary.
+
+    Raise `SandboxError` if it is not private, because other users could plant links in it.
+    """
     root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)

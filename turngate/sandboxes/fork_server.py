@@ -3,13 +3,13 @@
 `warm_start.py` runs it as `python fork_server.py FD`, with the agent's Python. FD is one end of a socket pair. The first message says what
 to import. The server is not used if the imports have effects that forked processes would wrongly share or lack, such as threads, open
 files, signal handlers, child processes, printed output or new files. It is also not used if the imports store paths below the server's own
-HOME, TMPDIR or working folder that a forked process cannot correct. The server reports which environment variables the imports have read,
-so that it is used only for processes in which these variables have the same values. Then it handles these requests (`supervisor.py`
-explains supervisors and guards):
+HOME, TMPDIR or working folder in places where a forked process cannot correct them. The server reports which environment variables the
+imports have read, so that it is used only for processes in which these variables have the same values. Then it handles these requests
+(`supervisor.py` explains supervisors and guards):
 
 - {"do": "supervise"}: fork another supervisor for a local sandbox; its guards can run the agent without an exec
 - {"do": "guard"}: fork a guard inside the namespaces of a bubblewrap sandbox; the sandbox's supervisor becomes its parent
-- {"do": "hold"}: do not exit, even when idle, until the other end of the passed descriptor closes
+- {"do": "hold"}: ignore the limit on idle time until the other end of the passed descriptor closes
 
 The server itself never reads which command to run; only the forked processes do. It exits when the other end of FD closes, or when it has
 been idle for too long.
@@ -98,7 +98,7 @@ class WatchedEnvironment(type(os.environ)):  # type: ignore[misc]
 
 
 def import_modules(folder: str, modules: List[str], scratch: str) -> Dict[str, Any]:
-    """Import modules. Return the environment variables that they have read, and every fault that makes forking unsafe.
+    """Import modules. Return every fault that makes forking unsafe, and the environment variables that were read, except HOME and TMPDIR.
 
     During the imports, the folders `home`, `tmp` and `work` in `scratch` take the place of a rollout's folders.
     """
@@ -400,7 +400,7 @@ def run_agent(order: Dict[str, Any]) -> None:
 
 
 def _renew_randomness() -> None:
-    """Renew the random state that modules created when they were imported. `random` and OpenSSL renew theirs after each fork."""
+    """Renew numpy's random state and multiprocessing's authentication key. `random` and OpenSSL renew their state after each fork."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:

@@ -102,4 +102,6 @@ def _check_mounts(spec: SandboxSpec) -> None:
                 f"the local sandbox cannot mount {mount.source} at {mount.target}; use the same path for both"
             )
         if not Path(mount.source).exists():
-            raise SandboxError(f"cannot mount {mount.source}: it does not exist")
+            raise SandboxError(
+                f"cannot mount {mount.source}, because it does not exist on this machine; create it first"
+            )

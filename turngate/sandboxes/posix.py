@@ -1,7 +1,7 @@
-"""The common part of the `local`, `bubblewrap` and `docker` sandboxes: everything except starting a command and stopping the sandbox.
+"""The common part of the `local`, `bubblewrap` and `docker` sandboxes: commands and their output, files, and folders.
 
-Files are read and written by commands (a shell, `cat`, `tar`) inside the sandbox, so paths are resolved there: a link planted by the agent
-leads only to files that the agent could access itself.
+Files are read and written by commands (a shell, `head`, `cat`, `tar`) inside the sandbox, so paths are resolved there: a link planted by
+the agent leads only to files that the agent could access itself.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class CapturedOutput:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start_reading(self) -> None:
-        """Close our copy of the pipe's write end, and start reading. Reading ends when the command closes its inherited copy."""
+        """Close our copy of the pipe's write end, and start reading. Reading ends when all inherited copies are closed."""
         os.close(self.write_end)
         self.write_end = -1
         pipe = os.fdopen(self._read_end, "rb", 0)

@@ -268,7 +268,7 @@ class HttpRelay:
         self._connections: set[Any] = set()  # one task per connection
 
     def check_route(self, method: str, path: str) -> None:
-        """Check a request's method and path before a large body is read. Requests with small bodies are checked only by `admit`."""
+        """Check a request's method and path before a large or chunked body is read. Other requests are checked only by `admit`."""
 
     def admit(self, request: HttpRequest) -> HttpRequest:
         """Check a complete request. Return the request to send, which may be modified."""
@@ -327,7 +327,7 @@ class HttpRelay:
         def reserve(count: int) -> None:
             nonlocal reserved
             if self._body_bytes + count > self.max_body_bytes:
-                raise RequestRefused(503, "too many large requests at the same time", "overloaded")
+                raise RequestRefused(503, "too many large requests at the same time; retry later", "overloaded")
             reserved, self._body_bytes = reserved + count, self._body_bytes + count
 
         try:
@@ -397,7 +397,7 @@ async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
         opening = asyncio.open_connection(url.hostname, port, ssl=context, limit=HEAD_LIMIT)
         reader, writer = await within(CONNECT_S, opening)
     except (OSError, ValueError, asyncio.TimeoutError) as error:
-        raise NoAnswer(f"cannot connect: {error or type(error).__name__}") from error
+        raise NoAnswer(f"cannot connect: {str(error) or type(error).__name__}") from error
     enable_tcp_keepalive(writer.get_extra_info("socket"))
     return reader, writer, url.netloc.rpartition("@")[2], url.path.rstrip("/")
 
@@ -486,7 +486,7 @@ async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional
 
 
 async def pass_chunks(reader: StreamReader, writer: StreamWriter, framed: bool) -> None:
-    """Forward a chunked body. If `framed` is false, leave out the chunk sizes."""
+    """Forward a chunked body. If `framed` is false, forward only the data, without the chunk sizes and the trailers."""
     write_frame = writer.write if framed else lambda data: None
     while True:
         line = await reader.readuntil(b"\r\n")

@@ -165,8 +165,8 @@ class ShellSandbox:
                 raise SandboxError(f"could not set up the new sandbox: {reason}")
             if not re.fullmatch(r"/[\w./-]+", root, re.ASCII):  # our scripts use it without quotes
                 raise SandboxError(
-                    f"could not set up the new sandbox: the path {root[-300:]!r} contains characters other than letters, digits and "
-                    ". _ - /; use an image with a different HOME"
+                    f"could not set up the new sandbox: the path {root[-300:]!r} contains characters other than letters, digits, "
+                    "'.', '_', '-' and '/'; use an image with a different HOME"
                 )
             sandbox = cls(connection, root, spec, ends)
         except BaseException:
@@ -215,7 +215,7 @@ class ShellSandbox:
             if not leave:
                 await job.kill(0)
             if keep is not None:
-                await self._script(truncate_script(folder, keep), "output")
+                await self._script(truncate_script(folder, keep), "the command's output")
             out, err = await asyncio.gather(self._output(f"{folder}/out"), self._output(f"{folder}/err"))
         except asyncio.CancelledError:
             with suppress(SandboxError):
@@ -409,7 +409,7 @@ def run_script(
     for i, name in enumerate(env):
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise SandboxError(
-                f"invalid environment variable name {name!r}: use only letters, digits and _, without a digit at the start"
+                f"invalid environment variable name {name!r}: use only letters, digits and '_', without a digit at the start"
             )
         lines.append(f'export {name}="${_env_slot(i)}"; unset {_env_slot(i)}')
     lines.append(f"cd {shlex.quote(cwd)} || exit 126")

@@ -1,6 +1,6 @@
 """The common part of the `local` and `bubblewrap` sandboxes: a supervisor starts their commands and sends signals to them.
 
-The host and the supervisor communicate only through a socket pair. If the process that owns the sandbox is killed, its end of the pair
+The host sends its orders to the supervisor through a socket pair. If the process that owns the sandbox is killed, its end of the pair
 closes, and the supervisor kills all processes of the sandbox.
 """
 
@@ -40,7 +40,7 @@ class Control:
         self._closed = False
 
     async def wait_until_ready(self) -> bool:
-        """Wait until the supervisor reports that it is ready. Return False if it does not start in time."""
+        """Wait until the supervisor reports that it is ready. Return False if it exits first or takes too long."""
         try:
             async with asyncio.timeout(START_S):
                 return await asyncio.get_running_loop().sock_recv(self._ours, 64) == b"ready"
@@ -129,7 +129,7 @@ class SupervisedSandbox(PosixSandbox):
     def _limit(self, processes: Sequence[int]) -> None:
         """Apply the limits on CPU, memory and process count to `processes` and their future descendants.
 
-        Also make the kernel kill these processes first if the machine runs out of memory.
+        Also make the kernel prefer to kill these processes if the machine runs out of memory.
         """
         limits = self._spec.resources
         cgroups.apply_limits(self.id, limits, processes)
@@ -148,7 +148,7 @@ class SupervisedSandbox(PosixSandbox):
         )
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Record `error`, which explains the lack of disk space, and kill all commands except the relay."""
+        """Kill all commands except the relay, and record `error`, which describes the sandbox's disk use."""
         self.disk_error = error
         for job in list(self._jobs):
             await job.kill(grace_s=0)

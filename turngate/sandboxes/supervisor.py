@@ -1,10 +1,10 @@
 """The process that the host talks to in a local or bubblewrap sandbox. It starts commands and tracks all their descendants.
 
 `supervised_sandbox.py` runs it as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace
-(bubblewrap). FD is one end of a socket pair. Each command has a guard, a process that adopts orphans of the command, so a daemon that has
-left its session still belongs to the command. If a command kills its guard, the supervisor adopts the remaining processes and kills them.
-When the other end of FD closes because the owner stopped the sandbox or died, or after LIFE_S, every process is killed and FOLDER is
-removed.
+(bubblewrap). FD is one end of a socket pair. Each command has a guard, which is a process that adopts the command's orphaned descendants.
+A daemon that has left its session therefore still belongs to the command. If a command kills its guard, the supervisor adopts the remaining
+processes and kills them. When the other end of FD closes (because the owner stopped the sandbox or died), or after LIFE_S seconds, every
+process of the sandbox is killed and FOLDER is removed.
 
 `python3 supervisor.py --lead COMMAND …` runs one command on the host and kills it when stdin closes. Tunnels use this.
 
@@ -129,7 +129,7 @@ def _reap_children() -> dict[int, int]:
 
 
 def _kill_orphans(guards: Set[int]) -> None:
-    """Kill the processes that have no guard, and wait up to `ORPHANS_S` seconds until they have disappeared."""
+    """Kill the processes that have no guard, and wait up to `ORPHANS_S` seconds for them to disappear."""
     deadline = time.monotonic() + ORPHANS_S
     while time.monotonic() < deadline:
         orphans = _find_orphans(guards)
@@ -198,7 +198,7 @@ def _call_and_exit(call: Callable[[], None], code: int) -> None:
 
 
 def _fork(stderr: int, status: int) -> int:
-    """Fork. If the process limit prevents that, report it as a failure of the command, and return -1."""
+    """Fork. If that fails, report it as a failure of the command, and return -1."""
     try:
         return os.fork()
     except OSError as error:
@@ -326,7 +326,7 @@ def run_led_command(command: list[str]) -> None:
 
 
 def signal_descendants(root: int, number: int) -> None:
-    """Send a signal to all descendants of a process. With SIGKILL, none escapes, however fast they fork."""
+    """Send a signal to all descendants of a process. SIGKILL also reaches descendants that are forked in the meantime."""
     if number == signal.SIGKILL:
         kill_all(lambda: descendants(root))
     else:
@@ -420,9 +420,10 @@ def remove_folder(folder: str) -> bool:
 
 
 def _flatten_once(top: int, keep: str) -> int:
-    """Delete the files in `top` and its subfolders, and move deeper folders up into `top`. Skip the entry whose name is `keep`.
+    """Empty the direct subfolders of `top`: delete their files, move their folders up into `top`, and remove the emptied subfolders.
 
-    Repeated calls remove a tree of any depth. Return the number of changes.
+    Files in `top` are deleted, too. The entry of `top` whose name is `keep` is skipped. Repeated calls empty a folder of any depth. Return
+    the number of changes.
     """
     new = os.urandom(8).hex()
     changes = 0

@@ -1,12 +1,12 @@
 """A tunnel: a command that prints a public URL and forwards requests from that URL to a local port (cloudflared, ngrok, ssh -R …).
 
 The tunnel is checked from outside, because the command of a dead tunnel often keeps running. A tunnel works if `/health` at its URL answers
-with the gateway's header. A tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to the
+with the gateway's header. A tunnel that has ended or stopped answering is replaced, and the URL of the new tunnel is passed to the
 listeners (`Tunnel.notify`). Providers limit how often a tunnel may be created, so the pause between attempts grows.
 
-On Linux, the command ends with this process, even if this process is killed. The command inherits our environment. A variable that looks
-like a secret (`SECRET_NAME`) is passed on only if its name starts with TUNNEL_ or the command's name. For example, ngrok receives
-NGROK_AUTHTOKEN and cloudflared receives TUNNEL_TOKEN, but neither receives an admin key.
+On Linux, the command ends with this process, even if this process is killed. The command inherits our environment, but a variable whose
+name looks like that of a secret (`SECRET_NAME`) is passed on only if the name starts with TUNNEL_ or the command's name. For example, ngrok
+receives NGROK_AUTHTOKEN and cloudflared receives TUNNEL_TOKEN, but neither receives an admin key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Warm starts: a Python agent is forked from a process that has already imported the agent's libraries (`fork_server.py`).
 
-The first sandbox that could use a server starts without one, because a single rollout would gain nothing. From the second sandbox on, one
-server per installation, environment and kind of sandbox serves all sandboxes of this process. The server ends with this process, or after
-being idle for a while. A program that cannot be forked is started without a server, which is called a plain start. `counts` contains the
-number of warm starts, and the number of plain starts for each reason.
+In this process, all sandboxes of the same kind share one server per installation and environment. The first sandbox that could use the
+server starts without it, because a single rollout would gain nothing. A server ends with this process, or after being idle for a while. A
+program that cannot be forked gets a plain start, which means that it starts without a server. `counts` contains the number of warm starts,
+and the number of plain starts for each reason.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class ForkServer:
         return ours
 
     async def fork(self, message: Mapping[str, object], fds: Sequence[int]) -> ForkedProcess:
-        """Fork a process. Raise `ForkFailed` if the server cannot fork or the new process fails."""
+        """Fork a process. Raise `ForkFailed` if the server cannot fork or the new process fails to start."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.setblocking(False)
@@ -191,8 +191,10 @@ class ForkServer:
             with theirs:
                 try:
                     await _retry_while_blocked(lambda: self._send(message, [theirs.fileno(), *fds]), deadline)
-                except OSError as error:
+                except ConnectionError as error:
                     raise ForkFailed("the fork server has exited") from error
+                except OSError as error:
+                    raise ForkFailed(f"the fork server cannot be reached ({error.strerror or error})") from error
             text, pid = await _retry_while_blocked(lambda: _receive(ours), deadline)
             answer = (
                 msgspec.json.decode(text, type=ForkAnswer) if text else ForkAnswer(error="the forked process ended")
@@ -299,7 +301,7 @@ class ForkedProcess:
 
 
 async def _retry_while_blocked(call: Callable[[], T], deadline: float) -> T:
-    """Repeat a call on a non-blocking socket until the socket is ready. Raise `ForkFailed` after the deadline."""
+    """Repeat a call on a non-blocking socket until the socket is ready. Raise `ForkFailed` if it is not ready by the deadline."""
     while True:
         try:
             return call()
@@ -380,7 +382,7 @@ def close_servers() -> None:
 
 
 def count_plain(reason: str) -> None:
-    """Count a plain start by its reason. The first start with a given reason is logged."""
+    """Count a plain start by its reason. The first plain start for each reason is logged."""
     counts[reason] += 1
     if counts[reason] == 1:
         log.warning("starting an agent without a fork server: %s", reason)

@@ -32,7 +32,7 @@ class CellFailed(TurngateError):
 
 
 class CellProcess:
-    """A process that runs `turngate cell`. It is restarted on the same port whenever it ends, so that its URL stays valid."""
+    """A process that runs `turngate cell`. If it ends unexpectedly, it is restarted on the same port, so that its URL stays valid."""
 
     def __init__(self, shared: str, name: str, data: Path, config: Path, environment: Mapping[str, str] = {}) -> None:
         """Choose a free port for the gateway. The cell's process gets the current environment variables and those in `environment`."""

@@ -1,4 +1,4 @@
-"""Open the executor of a batch on a Ray cluster: connect to Ray, and keep a cell on each node while the batch runs."""
+"""Open the executor of a batch on a Ray cluster: connect to Ray, and run cells on its nodes until the batch ends."""
 
 from __future__ import annotations
 
@@ -89,9 +89,10 @@ def _read_script(path: str) -> str:
 
 @asynccontextmanager
 async def open_shared_gateway(config: ServeConfig) -> AsyncIterator[GatewayClient]:
-    """Run the driver's gateway, which serves groups, feeds and the web page from the shared store, for the duration of the block.
+    """Run the driver's gateway for the duration of the block, and yield a client for it.
 
-    If `config.data` names a project, the gateway serves the whole store, and the client uses only that project.
+    The gateway serves groups, feeds and the web page from the shared store. If `config.data` names a project, the gateway still serves the
+    whole store, but the client uses only that project.
     """
     url = parse_database_url(config.data)
     if url.project:

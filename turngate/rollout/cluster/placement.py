@@ -5,7 +5,8 @@ resource `turngate_slots`:
 
     ray start --address=HEAD:6379 --resources='{"turngate_slots": 64}' --labels=pool=docker
 
-On a node with this resource, rollouts without a CPU limit reserve no CPUs. On other nodes, they reserve one CPU each.
+If neither the batch nor any of its tasks sets a CPU limit, rollouts reserve no CPUs on a node with this resource, and one CPU each on other
+nodes.
 """
 
 from __future__ import annotations

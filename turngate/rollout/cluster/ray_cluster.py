@@ -1,4 +1,4 @@
-"""Keep one cell of a batch on every Ray node that has room for rollouts of the batch, for as long as the node lives.
+"""Keep one cell of a batch on every Ray node that has room for rollouts of the batch.
 
 node joins                 start a cell there
 node drains                send its cell no more orders, let the running orders end, then close the cell
@@ -48,7 +48,7 @@ class PlacedCell:
 
 
 class RayCluster:
-    """Keeps one cell on each node while `run` runs, and assigns orders to the cells."""
+    """Keeps one cell on each node with room for rollouts while `run` runs, and hands out the slots of the cells."""
 
     def __init__(
         self,
@@ -115,14 +115,14 @@ class RayCluster:
             self._watchers[session] = callback
 
     async def run(self) -> None:
-        """Until cancelled, start cells on new nodes and close the cells of lost or draining nodes. Finally, close all cells."""
+        """Until cancelled, start cells on nodes with room, and remove the cells of lost or draining nodes. Finally, close all cells."""
         try:
             while True:
                 try:
                     self._nodes = await self.connection.list_nodes()
                     self._update()
                 except Exception:  # the head node of the cluster may come back, so the cells stay open
-                    log.exception("the nodes of the Ray cluster cannot be listed; retrying")
+                    log.exception("checking the nodes of the Ray cluster failed; retrying")
                 await self._notify()
                 await asyncio.gather(asyncio.sleep(_POLL_S), *(self._poll(cell) for cell in self.cells))
         finally:

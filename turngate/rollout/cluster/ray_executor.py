@@ -103,7 +103,7 @@ class SharedAttempts:
     async def find_outcome(self, order: RolloutOrder) -> Literal["", "counts", "excluded"]:
         """Return `counts` or `excluded` for the outcome of an attempt, or "" if the shared store does not have the outcome yet.
 
-        An outcome is excluded if the cell was taken over before the outcome arrived.
+        For example, an outcome is excluded if its cell was taken over before the outcome arrived.
         """
         try:
             shown = await retry_while_unreachable(lambda: self._gateway.show(order.session_id), limit_s=_GATEWAY_S)
@@ -116,7 +116,7 @@ class SharedAttempts:
         return "excluded" if shown.excluded else "counts"
 
     async def is_superseded(self, order: RolloutOrder) -> bool:
-        """Return whether an attempt was superseded. When a cell is taken over, all of its attempts are superseded."""
+        """Return whether an attempt was superseded. When a cell is taken over, all of its running attempts are superseded."""
         try:
             attempts = await retry_while_unreachable(lambda: self._gateway.attempts(order.rollout), limit_s=_GATEWAY_S)
         except RequestRejected as refused:
@@ -126,7 +126,10 @@ class SharedAttempts:
         return any(row.attempt == order.attempt and row.state == "superseded" for row in attempts)
 
     async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
-        """Supersede an attempt once its cell's lease has ended. Return the recorded result, or a result marked as lost if there is none."""
+        """Supersede an attempt once its cell's lease has ended, unless the attempt has an outcome.
+
+        Return the recorded result, or a result marked as lost if the attempt is superseded.
+        """
         settled = await retry_while_unreachable(
             lambda: supersede_after_lease(self._gateway, order.rollout, order.attempt, order.session_id),
             limit_s=_GATEWAY_S,
@@ -184,7 +187,7 @@ class _RayAttempt:
         self._watch(self._progress)
 
     def _report_total(self, outcome: Outcome) -> None:
-        """Report the tokens that were sampled after the last poll of the cell. The outcome of a lost attempt has no tokens."""
+        """Report the final totals if the last poll of the cell missed tokens. The outcome of a lost attempt has no tokens."""
         if outcome.sampled_tokens > self._progress.sampled_tokens:
             self._report(outcome.turns, outcome.sampled_tokens)
 
@@ -216,7 +219,10 @@ class _RayAttempt:
         raise AssertionError("the last try returns or raises")
 
     async def _confirm(self, result: AttemptResult, cell: PlacedCell) -> AttemptResult:
-        """Wait until the shared store has the outcome, and return the confirmed result. A group must not be closed before that."""
+        """Wait until the shared store has the outcome, and return the result. A group must not be closed before that.
+
+        If the outcome does not arrive in time or does not count, settle the attempt.
+        """
         outcome = result.outcome
         if result.verdict.kind == "cancelled" and await self._shared.is_superseded(self._order):
             # Not cancelled by the caller: a cell that was taken over cancels its sessions when it reaches the shared store again.
