@@ -172,7 +172,7 @@ def test_terminal_output_counts_what_it_does_not_show(capsys: pytest.CaptureFixt
 
 
 def test_missing_turn_is_named() -> None:
-    with pytest.raises(BadRequest, match="turns: turn 5 not found; choose from 1 to 1"):
+    with pytest.raises(BadRequest, match="turns: turn 5 not found; the result has 1 turn, numbered from 1"):
         make_result().show(turns=[5])
     with pytest.raises(BadRequest, match="turns: turn 1 not found; the result has no turns"):
         make_result(turns=()).show(turns=[1])

@@ -25,7 +25,7 @@ from tests.api.kit import AGENT, SLEEP_S, open_client, program, write_script
 from tests.cli.kit import ROOT
 from tests.sandboxes.kit import processes, wait_until
 from tests.speed import scaled
-from turngate.errors import BadRequest
+from turngate.errors import BadRequest, ConfigError, TaskError
 from turngate.tasks.task import Part, Rubric, Swe
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
@@ -122,6 +122,14 @@ def test_batch_of_rows_keeps_order(client: tg.BlockingClient, tmp_path: Path) ->
     assert [one.task_id for one in client.batch(tmp_path / "rows.jsonl").all()] == ["row-0", "row-1"]
     wanted = [rows[1], f"{tmp_path}/rows.jsonl#row-1", f"{tmp_path}/rows.jsonl#2"]
     assert [one.task_id for one in client.batch(wanted)] == ["row-1"] * 3
+    for missing in ("3", "²", "9" * 500):
+        with pytest.raises(TaskError, match=r"has no row 3|no task in .* matches"):
+            client.run(f"{tmp_path}/rows.jsonl#{missing}")
+
+
+def test_instruction_may_be_longer_than_a_file_name(client: tg.BlockingClient) -> None:
+    assert client.run(f"print('hi')  # {'x' * 300}").status == "finished"
+    assert client.run("~nobody").status == "failed"  # it ran: not a path in a home folder, and not valid Python
 
 
 def test_failed_setup_is_a_result(client: tg.BlockingClient) -> None:
@@ -134,6 +142,24 @@ def test_failed_setup_is_a_result(client: tg.BlockingClient) -> None:
 def test_max_turns_ends_rollout(client: tg.BlockingClient) -> None:
     result = client.run(program("ask('Hi'); ask('Hi'); ask('Hi')"), max_turns=2)
     assert (result.status, len(result.turns)) == ("limit", 2)
+
+
+def test_results_are_read_once(client: tg.BlockingClient) -> None:
+    """Reading them again would run the rollouts again."""
+    batch = client.batch(["print('hi')"])
+    assert len(list(batch)) == 1
+    for read in (list, lambda batch: batch.all()):
+        with pytest.raises(ConfigError, match="keep the results, for example in a list"):
+            read(batch)
+
+
+async def test_async_results_are_read_once(tmp_path: Path) -> None:
+    group = tg.group("print('hi')", 1, model=write_script(tmp_path, ["Hello."]), **AGENT)
+    assert len(await group) == 1
+    with pytest.raises(ConfigError, match="keep the results, for example in a list"):
+        await group
+    with pytest.raises(ConfigError, match="keep the results, for example in a list"):
+        [result async for result in group]
 
 
 def test_breaking_out_of_batch_ends_remaining_rollouts(client: tg.BlockingClient) -> None:
@@ -340,7 +366,7 @@ async def test_invalid_argument_is_named(task: Any, options: Any, message: str) 
 
 async def test_unset_api_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(BadRequest, match="no key for the endpoint openai://gpt-5; set OPENAI_API_KEY") as wrong:
+    with pytest.raises(BadRequest, match="no valid key for the endpoint openai://gpt-5; set OPENAI_API_KEY") as wrong:
         await tg.run("Do it.", model="openai://gpt-5", sandbox="local")
     assert wrong.value.param == "model"
 

@@ -154,6 +154,6 @@ async def test_session_days_reports_each_damaged_session_once(
         assert sorted(g.app.store.ids(10)) == sorted([first, *others])
     reports = [record.getMessage() for record in caplog.records if first in record.getMessage()]
     assert reports == [
-        f"not removing a session and its group: session {first} cannot be archived: node 1 is damaged on disk "
+        f"session {first} cannot be archived: node 1 is damaged on disk; the session and its group are not removed "
         "(see docs/retention.md)"
     ]

@@ -10,8 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.cli import test_serve
@@ -40,6 +43,8 @@ pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.usefixtures("ow
         (["--task", "x", "--prompt", "y"], "pass either --task PATH or --prompt TEXT, not both"),
         (["--prompt", ""], "task: prompt is empty; describe what the agent should do"),
         (["--task", "/no/such/task"], "task: /no/such/task does not exist; specify a folder with an instruction.md"),
+        (["--task", "x" * 300], f"task: {'x' * 300} does not exist; specify a folder"),
+        (["--tokenizer", "x" * 300], f"tokenizer: '{'x' * 300}' is neither a folder nor a model"),
         (["--prompt", " "], "task: prompt is empty; describe what the agent should do"),
         (["--prompt", "x", "--network", "some"], "--network must be none or open, not 'some'"),
         (
@@ -520,14 +525,25 @@ def test_concurrent_runs_on_one_folder_are_rejected(data: Path) -> None:
 
 
 def test_stale_gateway_address_is_ignored(data: Path) -> None:
-    import msgspec
-
     data.mkdir(mode=0o700)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (data / "gateway.json").write_bytes(msgspec.json.encode(RunningGateway(f"http://127.0.0.1:{port}", os.getpid())))
     done = run_cli(*shell_run(data, CALL_ONCE))
     assert done.exit_code == 0 and "serves" not in done.stdout
+
+
+def test_stale_gateway_address_that_another_program_uses_is_ignored(data: Path) -> None:
+    data.mkdir(mode=0o700)
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
+        note = RunningGateway(f"http://127.0.0.1:{other.server_port}", os.getpid())
+        (data / "gateway.json").write_bytes(msgspec.json.encode(note))
+        threading.Thread(target=other.serve_forever).start()
+        try:
+            done = run_cli(*shell_run(data, CALL_ONCE))
+        finally:
+            other.shutdown()
+    assert done.exit_code == 0 and "serves" not in done.stdout, done.output
 
 
 # ── help and pipes ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -80,7 +80,7 @@ async def test_session_is_found_by_id_prefix_or_last(g: Running, data: Path) -> 
     assert "session abd-2" in await show("--data", data)
     assert "No rows: this trace contains nothing to train on." in await show(second.id, "--data", data)
     refusal = await asyncio.to_thread(run_rejected, "show", "ab", "--data", data)
-    assert refusal == "session 'ab' is a prefix of 2 ids; pass a longer prefix; the newest session is abd-2"
+    assert refusal == "'ab' is a prefix of 2 session ids; pass a longer prefix"
     refusal = await asyncio.to_thread(run_rejected, "show", "zzz", "--data", data)
     assert refusal == "session 'zzz' is not recorded here; the newest session is abd-2"
 

@@ -7,20 +7,27 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tests import kit
-from tests.batch.kit import AGENT
+from tests.batch.kit import AGENT, plan
 from tests.cli.kit import run_cli, run_rejected
 from tests.engines import local_kit  # skips without torch
+from turngate.agents.spec import find_agent
 from turngate.cli import app
 from turngate.cli.options import TrainOptions
+from turngate.cli.train import _HELD_OUT, _OPTIONS, _count_rounds
 from turngate.config import MismatchLimits
 from turngate.engines.local.weights import save
+from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER
+from turngate.rollout.ledger import LEDGER_NAME, LedgerHeader
 from turngate.trainers.local import report
 from turngate.trainers.local.display import print_result
 from turngate.trainers.local.grpo import Step, UpdateMetrics
@@ -105,6 +112,30 @@ def test_changed_held_out_set_is_rejected(arguments: list[str | Path], tmp_path:
     assert "(--held-out-n: was 1, is now 2)" in error and "resume it with its original --held-out-n, or choose" in error
 
 
+def test_changed_agent_sampling_names_the_flag(tmp_path: Path) -> None:
+    first = plan(tmp_path / "out", tmp_path / "s", ["well-0"])
+    header = LedgerHeader(batch="b", terms=first.terms(), tasks=first.digests(), made=1.0)
+    first.folder.mkdir()
+    (first.folder / LEDGER_NAME).write_bytes(msgspec.json.encode(header) + b"\n")
+    agent = msgspec.structs.replace(first.agent, sampling={"top_p": 0.9})
+    with pytest.raises(
+        ConfigError, match=r'--agent: was not set, is now {"top_p":0.9}.* with its original --agent, or'
+    ):
+        _count_rounds(msgspec.structs.replace(first, agent=agent), _OPTIONS, tmp_path)
+
+
+def test_every_changeable_term_names_a_flag(tmp_path: Path) -> None:
+    fixed = {"image", "network", "cpus, memory", "environment", "endpoint's sampling", "grade"}
+    fixed |= {"on-timeout", "on-failure", "on-limit", "on-lost"}
+    agent = msgspec.structs.replace(find_agent("shell").spec, sampling={"top_p": 0.9})
+    terms = {*plan(tmp_path / "out", tmp_path / "s", ["well-0"], agent=agent, name="a").terms(), "tasks"}
+    commands: Any = typer.main.get_command(app)
+    flags = {flag for option in commands.commands["train"].params for flag in option.opts}
+    for options in (_OPTIONS, _HELD_OUT):
+        named = {f"--{options.get(term, term)}".partition(" or ")[0] for term in terms - fixed}
+        assert named <= flags
+
+
 def test_alarm_flags_have_the_defaults_of_the_gateway() -> None:
     defaults = {name: getattr(TrainOptions, name) for name in ("mismatch_difference", "mismatch_share", "mismatch_kl")}
     limits = MismatchLimits()
@@ -119,6 +150,7 @@ def test_alarm_flags_have_the_defaults_of_the_gateway() -> None:
         (["--held-out-n", "0"], "--held-out-n must be at least 1, not 0"),
         (["--held-out", "nope"], "--held-out: nope does not exist; specify a task folder"),
         (["--tasks", "nope"], "--tasks: nope does not exist; specify a task folder"),
+        (["--tasks", "x" * 300], f"--tasks: {'x' * 300} does not exist; specify a task folder"),
     ],
 )
 def test_invalid_option_is_named(arguments: list[str | Path], options: list[str], expected: str) -> None:

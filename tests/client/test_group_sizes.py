@@ -18,9 +18,9 @@ def test_warning_only_while_groups_do_not_grow(caplog: pytest.LogCaptureFixture)
             watch.add_incomplete((IncompleteGroup("b.one", min(len(looks), 4)), IncompleteGroup("b.two", 1)), waited_s)
     assert looks == [10, 30, 60, 120, 240, 480]
     assert [message.partition("; ")[0] for message in caplog.messages] == [
-        "feed math: waiting for groups, no delivery for 10 s: group b.one has 1 of 8 rollouts (incomplete groups: 2)",
+        "feed math: still waiting for a group after 10 s: group b.one has 1 of 8 rollouts (incomplete groups: 2)",
         *(
-            f"feed math: no delivery for {waited} s: group b.one has 4 of 8 rollouts (incomplete groups: 2)"
+            f"feed math: still waiting for a group after {waited} s: group b.one has 4 of 8 rollouts (incomplete groups: 2)"
             for waited in (240, 480)
         ),
     ]
@@ -30,7 +30,7 @@ def test_only_the_wait_is_reported_for_an_empty_feed_and_after_a_delivery(caplog
     watch = GroupSizeWatch("math", 8)
     watch.add_incomplete((), 10)
     [message] = caplog.messages
-    assert message.startswith("feed math: waiting for groups, no delivery for 10 s: there are no undelivered rollouts;")
+    assert message.startswith("feed math: still waiting for a group after 10 s: there are no undelivered rollouts;")
     caplog.clear()
     watch.add_incomplete((), 30)
     watch.add_incomplete((), 60)
@@ -39,7 +39,7 @@ def test_only_the_wait_is_reported_for_an_empty_feed_and_after_a_delivery(caplog
     watch.add_delivery("b.two", 8, waited_s=120)
     assert caplog.messages == [] and not watch.is_look_due(239) and watch.is_look_due(240)
     watch.add_incomplete(stuck, 240)
-    assert [message.partition(",")[0] for message in caplog.messages] == ["feed math: waiting for groups"]
+    assert [message.partition(" after ")[0] for message in caplog.messages] == ["feed math: still waiting for a group"]
 
 
 def test_split_group_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

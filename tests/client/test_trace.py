@@ -51,6 +51,23 @@ def test_invalid_logprobs_are_rejected(logprobs: object) -> None:
         make_trace(logprobs=logprobs)
 
 
+@pytest.mark.parametrize(
+    ("encoded", "problem"),
+    [
+        (b"", "it is not valid JSON: Input data was truncated"),
+        (b'{"session": ', "it is not valid JSON: Input data was truncated"),
+        (b"<html>", "it is not valid JSON: JSON is malformed"),
+        (b'{"session": "\xff"}', "it is not valid JSON: 'utf-8' codec can't decode"),
+        (b'{"unknown": ' + b"[" * 5000, "a value is nested too deeply"),
+        (b"{}", "session is missing"),
+    ],
+    ids=["empty", "truncated", "HTML", "not UTF-8", "nested too deeply", "missing field"],
+)
+def test_invalid_trace_is_rejected(encoded: bytes, problem: str) -> None:
+    with pytest.raises(BadRequest, match=f"^invalid trace: {problem}.*; pass the complete reply of GET"):
+        decode_trace(encoded)
+
+
 def test_trace_can_still_be_used_as_a_mapping() -> None:
     trace = make_trace()
     with pytest.warns(DeprecationWarning, match="0.2.0"):

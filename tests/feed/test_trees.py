@@ -148,7 +148,7 @@ DAMAGED: list[tuple[Any, str]] = [
     ),
     (
         lambda tree: {"logprobs": memoryview(np.full(len(tree.logprobs) // 4, np.nan, "<f4").tobytes())},
-        r"segments\[1\] is trained, but lacks log-probabilities",
+        r"segments\[1\] is trained, but not all of its log-probabilities are finite",
     ),
 ]
 
@@ -159,7 +159,7 @@ async def test_teacher_needs_rows() -> None:
             return delivery
 
     async with training() as t:
-        with pytest.raises(ValueError, match='with a teacher, form must be "rows"'):
+        with pytest.raises(ValueError, match="with a teacher, 'form' must be 'rows'"):
             await Feed.open(t.client, "f", FeedConfig(n=1), teacher=Teacher(), form="tree")
 
 

@@ -128,6 +128,22 @@ async def test_agent_clears_call_arguments(renderers: Any, tmp_path: Path) -> No
     assert "aaaa" in fork.was and "(cleared" in fork.now
 
 
+@pytest.mark.parametrize(("was", "now"), [("true", '"True"'), ("[false]", '["False"]'), ("1e400", "1e500")])
+async def test_changed_value_in_call_arguments_is_an_edit(was: str, now: str, renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
+        call = calls(("write", {"value": 0})).replace("0", was)
+        follow(agent, await agent.call(say(world, call)), "done")
+        agent.messages[2]["tool_calls"][0] |= {
+            "id": "new",
+            "function": {"name": "write", "arguments": f'{{"value": {now}}}'},
+        }
+        agent.messages[3]["tool_call_id"] = "new"
+        await talk(agent, "ok")
+
+    [fork] = await forks(tmp_path, renderers("builtin"), run)
+    assert (fork.cause, fork.detail) == ("edited", "message 3, assistant")
+
+
 @pytest.mark.parametrize(
     ("change", "cause"),
     [

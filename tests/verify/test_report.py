@@ -157,6 +157,27 @@ def test_invalid_options_are_rejected(recorded: Recorded, options: Any, words: s
         run_verify(recorded[0], **options)
 
 
+@pytest.mark.parametrize("key", ["sk-planted\nkey", "sk-planted-ké"])
+def test_invalid_engine_key_is_not_repeated(recorded: Recorded, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KEY", key)
+    options: Any = {"engine": "vllm", "engine_url": "http://127.0.0.1:9", "model": "m", "engine_key_env": "ENGINE_KEY"}
+    with pytest.raises(ConfigError, match="ENGINE_KEY does not contain a valid API key") as error:
+        run_verify(recorded[0], **options)
+    assert "planted" not in error.value.message
+
+
+def test_newline_at_the_end_of_an_engine_key_is_ignored(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"engine": "vllm", "engine_url": "http://127.0.0.1:9", "model": "m", "engine_key_env": "ENGINE_KEY"}
+    for variable, value in (("ENGINE_KEY", "sk-planted\n"), ("ENGINE_KEY_FILE", str(tmp_path / "key"))):
+        (tmp_path / "key").write_text("sk-planted\n")
+        with monkeypatch.context() as patch, pytest.raises(EngineError, match="refused") as error:
+            patch.setenv(variable, value)
+            run_verify(recorded[0], **options)
+        assert "planted" not in error.value.message
+
+
 def test_missing_or_broken_store_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no recordings in .*; run this command in the folder where you ran"):
         run_verify(tmp_path)

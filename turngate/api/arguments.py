@@ -1,6 +1,6 @@
 """The arguments of `run`, `group`, `batch` and clients: typed for type checkers and validated at run time.
 
-An error names the argument that is unknown or has the wrong type. For an unknown argument, it suggests the closest valid name.
+An error names the unknown or invalid argument. For an unknown argument, it suggests a similar name or lists the valid ones.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArgum
 
 
 def parse_arguments(given: Mapping[str, Any], kind: type[T]) -> T:
-    """Validate arguments and convert them to settings. Raise `BadRequest` if an argument is unknown or has the wrong type."""
+    """Validate arguments and convert them to settings. Raise `BadRequest` if an argument is unknown or invalid."""
     for name, (expected, kinds) in _PATHS.items():
         if not isinstance(given.get(name), kinds):
             raise BadRequest(f"{name} must be {expected}, not {type(given[name]).__name__}", param=name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from turngate.api.arguments import (
     parse_arguments,
     split_arguments,
 )
-from turngate.api.client import AnyModel, Client, sort_results
+from turngate.api.client import AnyModel, Client, results_already_read, sort_results
 from turngate.api.progress import ProgressBoard, ProgressScreen
 from turngate.api.result import Result, Results
 from turngate.api.task import AnyTask
@@ -96,7 +96,7 @@ class BlockingClient:
     def results(
         self, tasks: Iterable[AnyTask] | str | Path, n: int, given: RunSettings, board: ProgressBoard
     ) -> Iterator[Iterator[tuple[int, Result]]]:
-        """Run the rollouts for the duration of the block. Yield an iterator over the results, each with its index, as they finish.
+        """Provide an iterator that runs the rollouts and yields each result, with its index, when its rollout finishes.
 
         Leaving the block ends the rollouts that are still running.
         """
@@ -122,9 +122,9 @@ class BlockingClient:
 def _register_at_exit() -> None:
     """Close all clients when Python exits.
 
-    `atexit` would be too late, because thread pools no longer accept work then, and removing a sandbox needs a thread. This function
-    instead adds a hook to those that shut down thread pools. These hooks run in reverse order of registration. The import registers the
-    thread pools' own hook first, so that hook runs last.
+    `atexit` would be too late, because thread pools no longer accept work then, and removing a sandbox needs a thread. The hooks
+    of `threading` run earlier, in reverse order of registration, so this function adds one. The import makes sure that the hook that shuts
+    down thread pools is already registered, and therefore runs after this one.
     """
     import concurrent.futures.thread  # noqa: F401
 
@@ -137,9 +137,10 @@ def _close_all() -> None:
 
 
 class BlockingResultStream:
-    """A stream of results. Iterating yields results as they finish, and `all()` returns all of them in the order of the tasks.
+    """A stream of results. The rollouts start when it is iterated over, or when `all()` is called.
 
-    Leaving the loop early ends the rollouts that are still running.
+    Iterating yields results as they finish, and `all()` returns all of them in the order of the tasks. Leaving the loop early ends the
+    rollouts that are still running. The results can be read only once.
     """
 
     def __init__(
@@ -152,16 +153,23 @@ class BlockingResultStream:
     ) -> None:
         self._client = client
         self._arguments = tasks, n, given, board
+        self._is_open = False
 
     def __iter__(self) -> Iterator[Result]:
-        with self._client.results(*self._arguments) as results:
+        with self._open() as results:
             for _, result in results:
                 yield result
 
     def all(self) -> Results:
         """Wait for all results, and return them in the order of the tasks."""
-        with self._client.results(*self._arguments) as results:
+        with self._open() as results:
             return sort_results(results)
+
+    def _open(self) -> AbstractContextManager[Iterator[tuple[int, Result]]]:
+        if self._is_open:
+            raise results_already_read()
+        self._is_open = True
+        return self._client.results(*self._arguments)
 
 
 async def _next_result(stream: AsyncGenerator[tuple[int, Result], None]) -> tuple[int, Result] | None:

@@ -45,7 +45,7 @@ from turngate.api.task import AnyTask
 from turngate.client.protocol import DecodedTrace, SampleRow
 from turngate.common.aio import run_to_completion
 from turngate.common.database_url import is_database_url
-from turngate.errors import BadRequest, TurngateError
+from turngate.errors import BadRequest, ConfigError, TurngateError
 from turngate.service.catalog import Endpoint
 from turngate.service.cluster_batch import ClusterPlace
 from turngate.service.config import Clamp, ServiceConfig
@@ -357,11 +357,18 @@ class _ProgressDisplay:
 class ResultStream:
     """A stream of results. `async for` yields results as they finish, and `await` returns all of them in the order of the tasks.
 
-    Leaving the loop early ends the rollouts that are still running.
+    Leaving the loop early ends the rollouts that are still running. The results can be read only once.
     """
 
     def __init__(self, open_stream: Callable[[], AsyncGenerator[tuple[int, Result], None]]) -> None:
-        self.open = open_stream
+        self._open_stream = open_stream
+        self._is_open = False
+
+    def open(self) -> AsyncGenerator[tuple[int, Result], None]:
+        if self._is_open:
+            raise results_already_read()
+        self._is_open = True
+        return self._open_stream()
 
     async def __aiter__(self) -> AsyncIterator[Result]:
         async with aclosing(self.open()) as results:
@@ -374,6 +381,14 @@ class ResultStream:
     async def _all(self) -> Results:
         async with aclosing(self.open()) as results:
             return sort_results([one async for one in results])
+
+
+def results_already_read() -> ConfigError:
+    return ConfigError(
+        "tasks: the results of these rollouts were already read; keep the results, for example in a list, or call `batch` or `group` "
+        "again to run the rollouts again",
+        param="tasks",
+    )
 
 
 def sort_results(results: Iterable[tuple[int, Result]]) -> Results:

@@ -55,7 +55,7 @@ border-radius:3px;font:12px/1.6 ui-monospace,monospace;max-height:420px;overflow
 
 
 def _shade_styles() -> Iterator[str]:
-    """Yield one CSS rule for each shade: from red for unlikely tokens, through yellow, to faint green for likely tokens."""
+    """Yield one CSS rule for each shade: from red for unlikely tokens to faint green for likely ones."""
     for shade in range(_SHADES):
         likely = shade / (_SHADES - 1)
         red, green = int(230 - 190 * likely), int(50 + 110 * likely)
@@ -135,7 +135,8 @@ def _select_turns(result: ResultData, turns: Sequence[int] | None) -> list[Turn]
     by_number = {turn.number: turn for turn in result.turns}
     for number in turns:
         if number not in by_number:
-            hint = f"choose from 1 to {len(by_number)}" if by_number else "the result has no turns"
+            count = _count(len(by_number), "turn")
+            hint = f"the result has {count}, numbered from 1" if by_number else "the result has no turns"
             raise BadRequest(f"turns: turn {number} not found; {hint}", param="turns")
     return [by_number[number] for number in turns]
 

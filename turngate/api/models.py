@@ -1,7 +1,7 @@
 """Resolve the `model` argument: a catalog key, an endpoint as a string, an `Endpoint`, or a `ServiceConfig`.
 
     vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000      KIND://MODEL@URL; uses the model's own tokenizer, unless `tokenizer` is set
-    openai://gpt-5                                  uses the provider's URL, and the key in the environment variable of the provider's SDK
+    openai://gpt-5                                  uses the provider's URL, and the key in the environment variable that its SDK reads
     local:///models/Qwen3-0.6B                      a model folder; samples in this process
     scripted://replies.json                         a JSON list of replies, for tests; no model is called
 
@@ -56,9 +56,9 @@ def resolve_model(
     config: ServiceConfig | Path | str | None,
     overrides: Mapping[str, Any],
 ) -> tuple[ServiceConfig, str]:
-    """Return service settings whose catalog has the model, and the model's key in the catalog.
+    """Return service settings whose catalog contains the model, and the model's key in that catalog.
 
-    The values in `overrides` replace settings, except where a value is None.
+    Values in `overrides` that are not None replace settings.
     """
     if not isinstance(model, str | Endpoint | ServiceConfig):
         raise BadRequest(
@@ -145,7 +145,7 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
 
 
 def _hide_credentials(model: str) -> str:
-    """Return a model string for an error message. Text before the last @ is replaced, because it may contain a password."""
+    """Return a model string for an error message. Text between KIND:// and the last @ is replaced, because it may contain a password."""
     return re.sub(r"^([\w-]+://)?.*@", rf"\1{REDACTED}@", redact(model), flags=re.DOTALL)
 
 

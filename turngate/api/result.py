@@ -53,8 +53,8 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
         """Display the result, as a page in a notebook or as text in a terminal.
 
         `turns` lists the numbers of the turns to show; by default, all. If `tokens` is set, sampled text is shown as tokens, colored by
-        their log-probability. Unless `full` is set, long texts are shortened and, if there are more than 40 turns, only the first 20 and
-        the last 20 are shown. The contents of files and the logs are shown only in a notebook.
+        their log-probability. Unless `full` is set, long texts and token lists are shortened and, if there are more than 40 turns, only
+        the first 20 and the last 20 are shown. The contents of files and the logs are shown only in a notebook.
         """
         display.show(self, turns=turns, tokens=tokens, full=full)
 
@@ -114,8 +114,8 @@ class Results(list[Result]):
         """Return the advantage of each result within its group.
 
         `choice` is the formula: normalised, leave_one_out or none (see `turngate.trace.advantage`). The advantage is None if the
-        reward is unknown or too large, if the result has no training rows, or if `choice` is leave_one_out and the group has no other known
-        reward.
+        reward is unknown or too large, if the result has no training rows, or if `choice` is leave_one_out and no other result of the group
+        has a usable reward.
         """
         by_group: dict[str, list[int]] = {}
         for index, one in enumerate(self):
@@ -128,7 +128,7 @@ class Results(list[Result]):
         return advantages
 
     def rows(self, choice: Choice = "normalised") -> list[Row]:
-        """Return the training rows of all results that have an advantage, each with its weight. A feed would deliver the same rows."""
+        """Return the training rows of all results that have an advantage, each with its advantage and weight."""
         rows = []
         for one, advantage in zip(self, self.advantages(choice), strict=True):
             rows += [] if advantage is None else [_build_row(row, advantage, len(one.rows)) for row in one.rows]

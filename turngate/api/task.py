@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from turngate.common.validation import path_exists
 from turngate.errors import BadRequest, TaskError
 from turngate.service.config import ServiceConfig
 from turngate.service.planning import build_task, write_inputs
@@ -34,7 +36,7 @@ def load_task(
 ) -> Task:
     """Load one task. `test_script`, `setup`, `files` and `task_id` are allowed only if `task` is an instruction.
 
-    An instruction's files are written to `inputs`.
+    The files and the test script of an instruction are written to the folder `inputs`.
     """
     if isinstance(task, str) and not _is_path(task):
         return _task_from_instruction(task, test_script, setup, files, task_id, config, inputs)
@@ -61,7 +63,7 @@ def iter_tasks(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
     if isinstance(tasks, str | Path):
         if isinstance(tasks, str) and not _is_path(tasks):
             raise BadRequest(
-                f"tasks must be a list or a path, not {tasks[:80]!r}; for a single instruction, use run() or group()",
+                f"tasks must be a list of tasks or an existing path, not {tasks[:80]!r}; for a single instruction, use run() or group()",
                 param="tasks",
             )
         yield from read_tasks(str(tasks))
@@ -75,7 +77,7 @@ def _is_path(text: str) -> bool:
     """Return whether a string is a path, not an instruction: the path exists, or the string looks like one."""
     if not text.strip() or "\n" in text or "\0" in text or len(text) > 1000:
         return False
-    if text.startswith(HUB) or _ROW.fullmatch(text) or Path(text).expanduser().exists():
+    if text.startswith(HUB) or _ROW.fullmatch(text) or path_exists(os.path.expanduser(text)):  # noqa: PTH111
         return True
     return _PATH.fullmatch(text.strip()) is not None
 
@@ -89,7 +91,7 @@ def _task_from_instruction(
     config: ServiceConfig,
     inputs: Path,
 ) -> Task:
-    """Build a task from an instruction in the same way as the service does. The instruction's files are written to `inputs`."""
+    """Build a task from an instruction, as the service does. The files and the test script are written to `inputs`."""
     request = RolloutRequest(
         model_key="any",
         instruction=instruction,
@@ -117,10 +119,11 @@ def _encode_file(data: str | bytes) -> str | Base64File:
 def _load_path(where: str) -> Task:
     """Load the task at a path.
 
-    `rows.jsonl#3` is the third row, and `rows.jsonl#fix-add` is the row with the id fix-add. Any other path must contain exactly one task.
+    `rows.jsonl#3` is the third row, and `rows.jsonl#fix-add` is the row with the id fix-add. If the path does not select a row, the file or
+    folder must contain exactly one task.
     """
     row = _ROW.fullmatch(where)
-    if row is not None and not Path(where).exists():
+    if row is not None and not path_exists(where):
         return _load_row(row["file"], row["row"])
     found = [*read_tasks(where, limit=2)]
     if len(found) > 1:
@@ -132,13 +135,13 @@ def _load_path(where: str) -> Task:
 
 
 def _load_row(file: str, row: str) -> Task:
-    if not row.isdigit():
+    if not row.isdecimal() or len(row) > 18:
         return next(iter(read_tasks(file, only=[row])))
     number = int(row)
     found = [*scan_tasks(file, limit=number)] if number else []
     if len(found) < number or not found:
         raise TaskError(
-            f"task: {file} has no row {row}; rows are numbered from 1{f' to {len(found)}' if found else ''}",
+            f"task: {file} has no row {row}; {f'its last row is {len(found)}' if found else 'rows are numbered from 1'}",
             param="task",
         )
     last = found[-1]

@@ -46,7 +46,9 @@ def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
     if config.shared:
         _parse_shared(config.shared)
         if config.is_shared:
-            raise ConfigError("data: a cell records to a folder of its own; pass a folder as --data", param="data")
+            raise ConfigError(
+                "data: a cell records to a local folder, not to a database; pass a folder as --data", param="data"
+            )
     return config
 
 

@@ -18,7 +18,7 @@ Change = Callable[[EnginePoolClient], Awaitable[EnginesView]]
 
 
 def change_engines(gateway: str, change: Change, as_json: bool) -> None:
-    """Apply a change to the engines of a gateway, and print the resulting list of engines."""
+    """List or change the engines of a gateway, and print the list that the gateway returns."""
     view = asyncio.run(_apply(gateway, change))
     if as_json:
         print(msgspec.json.encode(view).decode())

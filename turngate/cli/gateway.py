@@ -34,7 +34,10 @@ EngineBuilder = Callable[[ServeConfig, Renderer], Engine | None]  # returns None
 
 
 class GatewayChoice(msgspec.Struct, frozen=True):
-    """The gateway that the flags select. An empty `url` selects the gateway that already serves the data folder, or else a new one."""
+    """The gateway that the flags select.
+
+    An empty `url` selects the gateway that already serves the data folder or, if there is none, a new one.
+    """
 
     url: str = ""
     own_flags: tuple[str, ...] = ()  # flags that were passed but only apply to a new gateway
@@ -113,13 +116,14 @@ async def connect_gateway(
 
 
 async def _is_alive(client: GatewayClient, data: str) -> bool:
-    """Return whether the gateway responds. If it was killed, the data folder may still contain its address.
+    """Return whether the gateway responds.
 
+    If it was killed, the data folder may still contain its address, which another program may use by now.
     Raise ConfigError if the gateway rejects the admin key.
     """
     try:
         await client.check()
-    except GatewayUnreachable:
+    except (GatewayUnreachable, ConfigError):
         return False
     except Unauthorized:
         raise ConfigError(
@@ -148,7 +152,7 @@ async def _require_engine(client: GatewayClient, *, own: bool) -> EnginesView:
 
 
 async def _require_endpoint(config: ServeConfig) -> None:
-    """Raise an error if the connection to an observed endpoint fails. Any HTTP status is accepted, and so is a slow endpoint."""
+    """Raise an error if the connection to an observed endpoint fails. Any HTTP status is accepted, and a timeout is not an error."""
     if config.engine not in OBSERVED_ENGINES:
         return
     [url] = config.engine_url

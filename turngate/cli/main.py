@@ -191,7 +191,7 @@ def run(options: flags.RunOptions) -> None:
     0 if the agent finished, regardless of its reward;
     1 if it failed, timed out or reached a limit;
     2 if an option is invalid or the command could not run;
-    3 if something other than the agent failed;
+    3 if something other than the agent failed, even if the agent finished;
     130 if the command was stopped by Ctrl-C or because its output was closed, or if the session was ended at the gateway.
     """
 
@@ -230,7 +230,8 @@ def batch(options: flags.BatchOptions) -> None:
 def train(options: flags.TrainOptions) -> None:
     """Train a model with GRPO on the rewards of an agent's rollouts (needs the `local` extra).
 
-    The trainer, the gateway and the engine run in this process. With --ray, the agents run on the nodes of a Ray cluster.
+    The trainer, the gateway and the engine run in this process. With --ray, the agents and the gateways that serve them run on the nodes
+    of a Ray cluster.
 
     Exit codes:
     0 if training reached the last step;
@@ -272,7 +273,7 @@ def mark_restored(
 ) -> None:
     """Mark a store as restored from a backup, so that no session is trained on twice.
 
-    Cells do this themselves if the shared store lacks a session that they have shipped.
+    A cell marks the shared store itself if the session that it shipped last is missing there.
     """
     from turngate.cli.restored import mark_restored
 
@@ -336,7 +337,7 @@ def export(options: flags.ExportOptions) -> None:
 @app.command()
 @takes(flags.McpOptions)
 def mcp(options: flags.McpOptions) -> None:
-    """Serve rollouts as MCP tools over stdin and stdout, or over HTTP (needs the `mcp` extra).
+    """Serve rollouts as MCP tools (needs the `mcp` extra), over stdin and stdout or over HTTP.
 
     HTTP clients need a key: the value of TURNGATE_MCP_KEY, or else the key written to DATA/mcp-key on first start.
     """
@@ -422,7 +423,7 @@ def agents_new(
 
     Exit codes:
     0 if the description was written;
-    2 if an option is invalid or the command did not reach the model.
+    2 if an option is invalid or none of the command's model calls succeeded.
     """
     from turngate.cli.agents import create_agent
 
@@ -533,7 +534,7 @@ def tasks_make_repairs(options: flags.MakeRepairsOptions) -> None:
 
     Exit codes:
     0 if every source produced tasks;
-    1 if the tests of a source did not run, or caught no bug;
+    1 if a source produced no tasks, for example because its tests did not run;
     2 if an option is invalid or the command could not run.
     """
     from turngate.cli.repairs import make_repair_tasks

@@ -78,7 +78,7 @@ def serve_mcp(options: McpOptions) -> None:
 
 
 def _unwrap(group: BaseExceptionGroup[BaseException], *, is_stdio: bool) -> BaseException:
-    """Return the only error in a group if it is a TurngateError, or else the group. On stdio, add a hint to `DataFolderInUse`."""
+    """Return the only error in a group if it is a TurngateError, and the group otherwise. On stdio, add a hint to `DataFolderInUse`."""
     errors: list[BaseException] = [group]
     while isinstance(errors[0], BaseExceptionGroup):
         errors[:1] = errors[0].exceptions

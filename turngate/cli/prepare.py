@@ -167,7 +167,7 @@ def require_writable(folder: Path) -> Path:
     if not existing.is_dir():
         raise ConfigError(f"out: {existing} is not a folder; choose a different --out folder", param="out")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"out folder {folder} is not writable; choose a different --out folder", param="out")
+        raise ConfigError(f"out: {existing} is not writable; choose a different --out folder", param="out")
     return folder
 
 

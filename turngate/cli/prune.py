@@ -64,7 +64,9 @@ def _print_result(prefix: str, result: PruneResult, dry_run: bool) -> None:
 def load_sessions(archive: Path, data: str, sessions: Sequence[str]) -> None:
     """Add sessions from an archive to a data folder, and print how many were added. If `sessions` is empty, add every session."""
     if is_database_url(data):
-        raise ConfigError("data: an archive can only be loaded into a folder; pass a folder", param="data")
+        raise ConfigError(
+            "data: an archive can only be loaded into a folder, not into a database; pass a folder", param="data"
+        )
     if not SessionArchive(archive).files():
         raise ConfigError(
             f"archive: {archive} has no sessions; pass the folder that `turngate prune --archive` wrote to or, for the sessions of a "

@@ -76,7 +76,7 @@ def make_repair_tasks(options: MakeRepairsOptions) -> bool:
 async def _make_all(
     packages: Sequence[Package], options: MakeRepairsOptions, settings: RepairSettings, console: Console
 ) -> list[PackageRepairs] | None:
-    """Make the tasks of each package. Report and skip a package whose tests do not run. Return None if interrupted."""
+    """Make the tasks of each package. Report and skip a package whose tests cannot be used. Return None if interrupted."""
     backend = get_backend(options.sandbox)
     slots = asyncio.Semaphore(max(1, options.concurrency // settings.benches))
 
@@ -130,4 +130,8 @@ def _print_summary(made: Sequence[PackageRepairs], splits: dict[str, Split], out
             *map(str, fates),
         )
     console.print(table)
-    say(console, f"To prove the tasks, run: turngate tasks check {sanitize_line(str(out))}/{SPLITS[0]}.jsonl", "dim")
+    first = next(
+        (split for split in SPLITS if any(one.repairs and splits[one.package.name] == split for one in made)), None
+    )
+    if first is not None:
+        say(console, f"To prove the tasks, run: turngate tasks check {sanitize_line(str(out))}/{first}.jsonl", "dim")

@@ -98,7 +98,7 @@ def run_rollout(options: RunOptions) -> int:
 def _load_task(options: RunOptions) -> Task:
     """Load the task that the flags name.
 
-    With neither --task nor --prompt, return an empty task if a command follows --, or else the bundled task.
+    With neither --task nor --prompt, return an empty task if a command follows --, otherwise the bundled task.
     """
     if options.task is not None and options.prompt is not None:
         raise ConfigError("pass either --task PATH or --prompt TEXT, not both", param="task")
@@ -209,7 +209,10 @@ async def _run(
 
 
 class RolloutDisplay(LiveDisplay):
-    """Shows the progress of one rollout: on a terminal in a live line, elsewhere in a new line at each stage and every few seconds."""
+    """Shows the progress of one rollout.
+
+    On a terminal, the progress is a live line. Elsewhere, a new line is printed at each stage and, once there are turns, every few seconds.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)

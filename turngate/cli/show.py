@@ -98,7 +98,7 @@ def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | 
     store = open_store_for_reading(data)
     try:
         known = store.find(wanted)
-        session_id = wanted if known else resolve_session_id(wanted, store.ids(10_000))
+        session_id = wanted if known else resolve_session_id(wanted, store.ids())
         shown = load_session_view(store, session_id)
         summary = describe_session(store, shown.session)
         if summary.status == "open" and not summary.stop:
@@ -174,7 +174,7 @@ def print_session(view: ShownSession, *, tokenizer: Tokenizer | None, full: bool
 
 
 def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
-    """Load `tokenizer`, or if it is empty, the tokenizer with which the session was recorded (the folder `recorded_with`)."""
+    """Load `tokenizer` or, if it is empty, the tokenizer with which the session was recorded (the folder `recorded_with`)."""
     if tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
     if not recorded_with or not Path(recorded_with).is_dir():

@@ -87,7 +87,7 @@ def check_tasks(options: CheckTasksOptions) -> bool:
 async def _check_all(
     found: Sequence[LoadedTask], options: CheckTasksOptions, sandboxes: Backend, console: Console
 ) -> list[TaskCheck] | None:
-    """Check each task and, if requested, prove it in a sandbox. Return None if interrupted."""
+    """Check each task. If requested, also run the graders of valid tasks in sandboxes. Return None if interrupted."""
     lines = [_check(loaded) for loaded in found]
     to_prove = (
         [
@@ -154,7 +154,7 @@ def _check(loaded: LoadedTask) -> TaskCheck:
 
 
 def _check_log_parser(task: Task) -> TurngateError | None:
-    """Return an error if a log parser that the task's grader names does not exist or cannot be looked up, or else None."""
+    """Return the error if a log parser named by the task's grader does not exist or cannot be looked up, and None otherwise."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
         if error := _find_parser_error(name):
@@ -219,7 +219,7 @@ def _describe_grader(task: Task) -> str:
 
 
 class ProofDisplay(LiveDisplay):
-    """Shows the progress of the proofs: on a terminal in a live line, elsewhere in a new line per task."""
+    """Shows the progress of the proofs: in a live line on a terminal, and in one line per task elsewhere."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console)

@@ -165,6 +165,7 @@ def _read_tasks(option: str, where: str) -> tuple[Task, ...]:
 # Term in a batch's ledger → the option of `turngate train` that sets it, where the two names differ.
 _OPTIONS = {
     "agent's description": "agent",
+    "agent's sampling": "agent",
     "model": "model-folder",
     "session": "temperature or --max-turns",
     "context_tokens": "context-tokens",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from turngate.agents.spec import find_agent, read_description
 from turngate.cli.options import VerifyCommandOptions
+from turngate.client.keys import read_engine_key
 from turngate.common.database_url import is_database_url, refuse_password_flag
 from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize, sanitize_line, say
@@ -275,7 +275,8 @@ def _build_scorer(options: VerifyCommandOptions) -> Scorer | None:
             )
             if not _is_url(options.engine_url):
                 raise ConfigError(f"engine_url must be an http(s) URL, not {options.engine_url!r}", param="engine_url")
-            return VLLMScorer(options.engine_url, options.model, key=_read_key(options.engine_key_env))
+            key = read_engine_key(options.engine_key_env) if options.engine_key_env else ""
+            return VLLMScorer(options.engine_url, options.model, key=key)
         case other:
             raise ConfigError(f"engine must be vllm or scripted, not {other!r}", param="engine")
 
@@ -286,16 +287,6 @@ def _is_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # invalid port or address
         return False
-
-
-def _read_key(variable: str) -> str:
-    key = os.environ.get(variable, "") if variable else ""
-    if variable and not key:
-        raise ConfigError(
-            f"engine_key_env names the environment variable {variable}, which is not set; set it to the engine's API key",
-            param="engine_key_env",
-        )
-    return key
 
 
 def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, requested: Collection[str] = ()) -> None:
@@ -333,7 +324,7 @@ def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, re
 
 
 def _verdict_word(verdict: Verdict, requested: Collection[str]) -> str:
-    """Return the word for a session without errors: `exact` if every part was checked, or else `sound`.
+    """Return the verdict on a session without errors: `exact` if every part was checked, otherwise `sound` and the unchecked parts.
 
     The transcript counts only if it was requested.
     """

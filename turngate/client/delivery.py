@@ -64,7 +64,10 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The training data of one row of a tree, except its tokens. The fields have the same meaning as those of `Row`."""
+    """The training data of one row of a tree, except its tokens.
+
+    The fields other than `rollout` have the same meaning as those of `Row`.
+    """
 
     rollout: int  # index in `Delivery.rollouts`
     weight: float
@@ -236,7 +239,7 @@ def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
     edges = [0, *(edge for span in wire.spans for edge in span), tokens]
     if edges != sorted(edges):
         raise DamagedDelivery(
-            f"{where}: the spans of {wire.name}, {wire.spans}, are out of order or extend beyond token {tokens}"
+            f"{where}: the spans of {wire.name}, {wire.spans}, overlap, are out of order, or lie outside the row of {tokens} tokens"
         )
     count = sum(end - start for start, end in wire.spans)
     try:

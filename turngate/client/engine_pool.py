@@ -13,9 +13,9 @@ class EnginePoolClient(GatewayClient):
     """A gateway client that can also change the engine pool."""
 
     async def add_engine(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine, or stop draining one. The engine loads the current weights before its next call.
+        """Add an engine, or stop draining one. The current weights are loaded into the engine before it receives calls.
 
-        If the engine already has the current weights, set `version` to their policy version. They are then not loaded again.
+        If the engine already has the current weights, set `version` to their policy version, so that they are not loaded again.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
@@ -30,7 +30,7 @@ class EnginePoolClient(GatewayClient):
         """Drain an engine, and remove it when its calls have ended.
 
         If the calls do not end within `limit_s` seconds, the request fails, and the engine keeps draining. With `force`, remove
-        the engine immediately. Its calls in flight then fail.
+        the engine immediately. Its calls in flight fail, except those without tokens, which are retried on another engine.
         """
         body: dict[str, Json] = {"url": url, "force": force}
         if limit_s is not None:

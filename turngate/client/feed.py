@@ -117,7 +117,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         self._ready: deque[Delivery] = deque()
         self._closed = False
         self._sizes = GroupSizeWatch(name, config.n)
-        self._waited_s = 0.0  # since the last delivery
+        self._waited_s = 0.0  # time spent waiting since the last delivery
 
     @classmethod
     async def open(
@@ -209,7 +209,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     async def report_mismatch(
         self, number: int, version: int, rows: Sequence[Row], logprobs: Sequence[np.ndarray]
     ) -> tuple[MismatchAlarm, ...]:
-        """Report the log-probabilities that the trainer computed, and return the resulting alarms. Only statistics are sent.
+        """Compare the trainer's log-probabilities with the recorded ones, report statistics of the differences, and return any alarms.
 
         Call this once per update, before the weights change. `logprobs` contains one array for each row, with one value for each
         trained token (where `row.mask` is set), computed with the weights of policy version `version`. `number` is the number of the
@@ -272,7 +272,7 @@ def _check_arguments(
     if form not in get_args(FeedForm):
         raise ValueError(f"'form' must be one of {', '.join(map(repr, get_args(FeedForm)))}, not {form!r}")
     if form != "rows" and teacher is not None:
-        raise ValueError('with a teacher, form must be "rows", because teachers score rows')
+        raise ValueError("with a teacher, 'form' must be 'rows', because teachers score rows")
     return None if after is None else _as_integer("after", after, 0), _as_integer("limit", limit, 1)
 
 
@@ -295,7 +295,7 @@ def _check_mark(name: str, expected: str, current: str) -> None:
             why = "it was deleted and recreated, or the gateway uses a different data folder"
             alternative = ", or pass the current feed's mark and one of its delivery numbers"
         raise OtherFeed(
-            f"feed {name}: the feed in the checkpoint (mark {expected}) no longer exists: {why}; start from the "
+            f"feed {name}: the feed in the checkpoint (mark {expected}) was not found: {why}; start from the "
             f"beginning, without 'after' and 'mark'{alternative}"
         )
 

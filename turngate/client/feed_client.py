@@ -70,7 +70,7 @@ class FeedClient(GatewayTransport):
         return await self._request("GET", path + start, DeliveryPage, msgpack=True, within=limits)
 
     async def commit_feed(self, name: str, reader: str, number: int) -> int:
-        """Commit all deliveries up to a number. Return the last committed number, which may be higher."""
+        """Commit all deliveries up to and including `number`. Return the last committed number, which may be higher."""
         body = {"reader": reader, "number": number}
         return (await self._request("POST", f"{_feed_path(name)}/commit", FeedView, body)).committed
 

@@ -5,8 +5,8 @@
             await call.answer(*sample(call.prompt, call.max_tokens, call.sampling))
 
 A call is leased to the trainer that takes it. The lease is renewed while the gate is open and its event loop is running. If the process
-dies, another trainer gets its calls. Sampling must not block the event loop for longer than the lease lasts: sample in a thread
-(`asyncio.to_thread`), or choose a longer lease.
+dies, other trainers can take its calls once the leases have expired. Sampling must not block the event loop for so long that a lease
+expires: sample in a thread (`asyncio.to_thread`), or choose a longer lease.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _POLL_S = 20.0
 
 
 class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
-    """Takes model calls and answers them. If this process dies, another trainer gets its calls after at most `lease_s` seconds."""
+    """Takes model calls and answers them. If this process dies, other trainers can take its calls after at most `lease_s` seconds."""
 
     def __init__(self, client: GatewayClient, *, lease_s: float = 60.0) -> None:
         self._client = client
@@ -92,7 +92,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
             except RequestRejected as error:
                 if error.answered == 404:
                     raise ConfigError(
-                        f"gateway: {self._client.url} has its own engine; restart the gateway with --engine gate (docs/gate.md)",
+                        f"gateway: {self._client.url} does not use the engine 'gate'; restart it with --engine gate (docs/gate.md)",
                         param="gateway",
                     ) from None
                 raise

@@ -1,6 +1,6 @@
 """The messages that a gateway and a trainer exchange at the gate.
 
-Messages are msgpack, with token ids as int32 and log-probabilities as float32, both little-endian.
+Messages are encoded as msgpack. The token ids of prompts and answers are int32, and log-probabilities are float32, both little-endian.
 """
 
 from __future__ import annotations

@@ -67,9 +67,10 @@ class GatewayClient(FeedClient):
         return await self._request("GET", "/admin/fence", FenceView)
 
     async def pause(self, mode: PauseMode = "hold", limit_s: float | None = None) -> FenceView:
-        """Hold new calls. Mode `drain` also waits, without a time limit, until the calls in flight have ended. Mode `keep` freezes them.
+        """Hold new calls. Mode `drain` also waits, without a time limit, until the calls in flight have ended.
 
-        If calls are not resumed within `limit_s` seconds, the trainer is presumed gone, and calls continue at the old policy version.
+        Mode `keep` also freezes the calls in flight. If `limit_s` is set and calls are not resumed within that many seconds, the trainer
+        is presumed gone, and calls continue at the old policy version.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
@@ -77,7 +78,10 @@ class GatewayClient(FeedClient):
         )
 
     async def resume(self, version: int | None = None, model: str | None = None) -> FenceView:
-        """Resume calls at a policy version; None keeps the current one. `model` is the name under which the engine serves the version."""
+        """Resume calls at a policy version; None keeps the current one.
+
+        `model` is the name under which the engine serves a new version. None means that the engine's weights were replaced in place.
+        """
         return await self._request("POST", "/admin/fence/resume", FenceView, {"version": version, "model": model})
 
     async def load_weights(

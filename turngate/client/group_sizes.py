@@ -45,13 +45,13 @@ class GroupSizeWatch:
             self._small_sizes.add(rollouts)
             log.warning(
                 "feed %s: group %s was closed with %d of %d rollouts; rollouts that failed because of the infrastructure are left out; "
-                "if the batch's groups are smaller, %s",
-                *(self._feed, group, rollouts, self._n, _FIX),
+                "if the batch's groups have fewer than %d rollouts, %s",
+                *(self._feed, group, rollouts, self._n, self._n, _FIX),
             )
         self._delivered.append(group)
 
     def is_look_due(self, waited_s: float) -> bool:
-        """Return whether to check the incomplete groups now. `waited_s` is the number of seconds since the last delivery."""
+        """Return whether to check the incomplete groups now. `waited_s` is the time spent waiting since the last delivery."""
         return waited_s >= self.next_look_s
 
     @property
@@ -70,17 +70,15 @@ class GroupSizeWatch:
         self._next_look_s = 2 * waited_s
         if groups and groups == self._last_seen:
             log.warning(
-                "feed %s: no delivery for %.0f s: %s; a group is delivered when its size reaches %d, or when its batch closes it; if the "
-                "batch's groups are smaller, %s",
+                "feed %s: still waiting for a group after %.0f s: %s; a group is delivered when it has %d rollouts, or when its batch "
+                "closes it; if the batch's groups are smaller, %s",
                 *(self._feed, waited_s, self._describe(groups), self._n, _FIX),
             )
         self._last_seen = groups
 
     def _report_wait(self, groups: tuple[IncompleteGroup, ...], waited_s: float) -> None:
         self._is_wait_reported = True
-        log.warning(
-            "feed %s: waiting for groups, no delivery for %.0f s: %s", self._feed, waited_s, self._describe(groups)
-        )
+        log.warning("feed %s: still waiting for a group after %.0f s: %s", self._feed, waited_s, self._describe(groups))
 
     def _describe(self, groups: tuple[IncompleteGroup, ...]) -> str:
         if not groups:

@@ -41,6 +41,21 @@ def read_key(variable: str) -> str:
     return key
 
 
+def read_engine_key(variable: str) -> str:
+    """Read an engine's API key from the environment variable that `engine_key_env` names."""
+    key = read_key(variable)
+    if not key:
+        raise ConfigError(
+            f"engine_key_env names the environment variable {variable}, which is not set; set it to the engine's API key",
+            param="engine_key_env",
+        )
+    if not (key.isascii() and key.isprintable()):  # an HTTP client's error would contain the key
+        raise ConfigError(
+            f"{variable} does not contain a valid API key; a key must be printable ASCII", param="engine_key_env"
+        )
+    return key
+
+
 def read_admin_key() -> str:
     """Read the admin key of a gateway from the environment. Raise `ConfigError` if it is not set or is not printable.
 
@@ -72,13 +87,13 @@ def read_key_file(path: Path) -> str | None:
         return None
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise ConfigError(
-            f"data: {path} is accessible to other users; run `chmod 600` on it, or delete it; a new key is created at the next start",
+            f"data: {path} is accessible to other users; run `chmod 600` on it, or delete it to get a new key at the next start",
             param="data",
         )
     key = path.read_bytes().decode("utf-8", "replace").strip()
     if len(key) < 16 or not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"data: {path} does not contain a valid key; delete the file; a new key is created at the next start",
+            f"data: {path} does not contain a valid key; delete the file to get a new key at the next start",
             param="data",
         )
     register_secrets(key)

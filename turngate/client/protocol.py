@@ -152,7 +152,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class OutcomeReceipt(msgspec.Struct, frozen=True):
-    """The reply to a request that records an outcome. `excluded` says why the outcome does not count, and is empty otherwise."""
+    """The reply to a request that records an outcome. `excluded` says why the outcome does not count, or is empty if it counts."""
 
     excluded: str = ""
 
@@ -169,7 +169,7 @@ class SupersededAttempt(msgspec.Struct, Generic[OutcomeT], frozen=True):
 
 
 class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One training row of a session. `logprobs` has None for tokens that were not sampled."""
+    """One training row of a session. `logprobs` contains None for tokens that were not sampled."""
 
     branch: int
     ids: list[int]
@@ -377,7 +377,7 @@ class EnginesView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a feed. They cannot be changed after the feed is created: different settings need a feed with a different name."""
+    """The settings of a feed. They cannot be changed after the feed is created. For different settings, create another feed."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # a group is complete once this many rollouts have an outcome
     advantage: Choice = "normalised"

@@ -162,7 +162,11 @@ class GatewayTransport:
                 param="gateway",
             )
         if not is_ours:
-            return ConfigError(f"gateway: {self.url} is not a turngate gateway; check the address", param="gateway")
+            return ConfigError(
+                f"gateway: {self.url} returned status {status}, but the reply is not from a turngate gateway; check the address and "
+                "any proxy in front of the gateway",
+                param="gateway",
+            )
         try:
             error = msgspec.json.decode(raw, type=ErrorReply).error
         except (msgspec.DecodeError, UnicodeDecodeError):

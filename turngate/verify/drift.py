@@ -1,8 +1,8 @@
 """Drift by cause: where a call did not continue an existing branch, why, and what that costs.
 
-The gateway records a cause for every fork. The check `cause` compares it with the stored messages. If the messages reveal more than the
-recorded cause, the report says so. For example, it says whether a template that rewrote the history dropped thinking, reformatted JSON or
-trimmed text.
+The gateway records a cause for each fork, except for forks between concurrent calls. The check `cause` compares the recorded causes with
+the stored messages. If the messages reveal more than the recorded cause, the report says so. For example, it says whether a template that
+rewrote the history dropped thinking, reformatted JSON or changed whitespace.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def check_drift(
     trained: Collection[int],
     results: CheckResults,
 ) -> None:
-    """Check the recorded causes, and collect the session's forks. `trained` contains the ids of the branches that have rows."""
+    """Check the recorded causes and, except in observe mode, collect the session's forks.
+
+    `trained` contains the ids of the branches that have rows.
+    """
     with results.check("structure", "cause", "the recorded cause of each fork agrees with the messages") as check:
         for context in session.contexts:
             if messages.is_readable(context):
@@ -139,7 +142,7 @@ class _CauseCheck:
         return ""
 
     def _is_first_with_tools(self) -> bool:
-        """Return whether this is the first conversation with tools. Calls without tools, for example for a title, may come before it."""
+        """Return whether this is the first conversation with tools. Conversations marked as side calls or summaries do not count."""
         offering = [
             root for root in self._earlier if root.info.signals.role not in _ASIDE and self._messages.tools(root)
         ]
@@ -335,7 +338,10 @@ class _ForkDescriber:
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
 
     def _count_shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
-        """Return the number of tokens before a fork that a trainer reads twice: all of them if both branches have rows, otherwise 0."""
+        """Return how many tokens a trainer reads twice because of a fork.
+
+        `tokens` is the number of tokens before the fork. They are read twice only if both branches have rows. Otherwise, return 0.
+        """
         through = [leaf for leaf in self._trained if node in path(leaf)]
         beside = [
             leaf
@@ -391,7 +397,7 @@ class _ForkDescriber:
         return self._tokenizer.decode(ids.tolist()) if self._tokenizer is not None else " ".join(map(str, ids.tolist()))
 
     def _find_departure(self, context: StoredContext, prompt: Ids) -> tuple[StoredNode | None, int]:
-        """Return the end of the branch that shares the longest prefix with a context, and the token at which the context leaves it.
+        """Return the end of the branch that shares the longest prefix with a context, and the length of that prefix in tokens.
 
         Only nodes that were recorded before the context are considered.
         """
@@ -412,7 +418,7 @@ class _ForkDescriber:
         return found, token
 
     def _cause(self, context: StoredContext, left: StoredNode | None, token: int) -> tuple[str, str]:
-        """Return the name of a fork's cause, and a detail such as the changed message.
+        """Return the name of a fork's cause, and a detail such as which message changed.
 
         The messages may reveal a more precise cause than the recorded one.
         """

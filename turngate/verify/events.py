@@ -1,8 +1,8 @@
 """Check that a session agrees with its events.
 
 A gateway writes a turn, the end of a session or an outcome in the same transaction as its event, so the record and the event must agree.
-The contents of events are defined here a second time, independently of the gateway. Events have no checksum, so a change to a record that
-is also made to its event is not detected.
+The contents of events are defined here a second time, independently of the gateway. Events have no checksum, so this check cannot detect a
+change that was made to both a record and its event.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import isfinite
 from typing import Literal
 
 import msgspec
@@ -143,7 +144,7 @@ def bare_call_id(call_id: str) -> str:
 
 
 def order_results(messages: Sequence[Message]) -> list[Message]:
-    """Sort consecutive tool results by the calls that they answer. A call is identified by its id or, failing that, its name."""
+    """Put consecutive tool results in the order of their calls. A call is identified by its id or, failing that, its name."""
     ordered: list[Message] = []
     run: list[tuple[int, Message]] = []
     calls: list[tuple[str, str]] = []
@@ -183,8 +184,8 @@ def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
 def same_meaning(was: Message, now: Message) -> bool:
     """Return whether two messages have the same meaning.
 
-    Differences in trailing whitespace (in answers, also leading whitespace), JSON formatting, thinking and call ids are ignored. A standard
-    text in place of an empty answer counts as empty.
+    Differences in call ids, thinking, the JSON formatting of arguments, and trailing whitespace (in answers, also leading whitespace) are
+    ignored. A standard text in place of an empty answer counts as empty.
     """
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False
@@ -224,10 +225,15 @@ def _same_json(one: str, other: str) -> bool:
 
 
 def _plain(value: Json) -> Json:
-    """Replace booleans in a JSON value with text, because true and 1 are equal in Python."""
+    """Return a copy of a JSON value that equals only copies of the same value, even though `True == 1` in Python.
+
+    Raise `ValueError` if a number was too large to parse: all such numbers become infinity and would be equal.
+    """
     match value:
         case bool():
-            return str(value)
+            return (value,)  # no JSON value is a tuple
+        case float() if not isfinite(value):
+            raise ValueError("a number is not finite")
         case list():
             return [_plain(v) for v in value]
         case dict():

@@ -1,7 +1,7 @@
 """Check that a gateway could have recorded the session's status and outcome.
 
-The fields of an outcome are defined here a second time, independently of the gateway. An outcome has no checksum. Only its event confirms
-the reward.
+The fields of an outcome are defined here a second time, independently of the gateway. An outcome has no checksum, so `events.py` compares
+it with its event.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Score sampled tokens again in their context, and compare the scores with the recorded log-probabilities.
 
-This is the only check that a consistent forgery cannot pass. A forger who changes an id, a log-probability or a parent can correct every
-checksum, but cannot change the scores that the model gives the tokens.
+Only this check can detect a consistent forgery. A forger who changes an id, a log-probability or a parent can correct every checksum, but
+then the model's scores of the tokens no longer match the recorded log-probabilities.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_replay(
 
 
 def _explain_skip(unmet: Iterable[str]) -> str:
-    """Return why no turn of a session can be scored, given the condition that each turn does not meet."""
+    """Return why no turn of a session can be scored. `unmet` contains, for each turn, the condition that it does not meet."""
     conditions = [condition for condition, _ in Counter(unmet).most_common()]
     return f"no turn {' and '.join(conditions)}" if conditions else "nothing was sampled"
 
@@ -92,7 +92,7 @@ def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str
 
 
 def read_temperature(sampling: bytes) -> Json:
-    """Return the temperature in a turn's recorded sampling parameters, or None if they cannot be read."""
+    """Return the temperature in a turn's recorded sampling parameters (1.0 if they contain none), or None if they cannot be read."""
     try:
         return msgspec.json.decode(sampling or b"{}", type=dict[str, Json]).get("temperature", 1.0)
     except DECODE_ERRORS:

@@ -214,7 +214,7 @@ class _Roots:
         return "subagent" if root.info.cause == "handoff" else "unknown"
 
     def _alike(self, root: StoredContext) -> list[StoredContext]:
-        """Return the other conversations with the same tools and system prompt, or no conversations if this one has neither."""
+        """Return the other conversations, except helpers, with the same tools and system prompt, or [] if `root` has neither."""
         others = [r for r in self.all if r is not root and not _is_helper(r)]
         if root.info.roles[:1] == "s":
             return [r for r in others if _same_start(r, root)]

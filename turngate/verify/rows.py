@@ -1,7 +1,7 @@
 """Compare the rows that a trainer receives with the stored nodes.
 
-The caller passes in the rows, which the gateway's code has built. From the stored nodes, independent code derives what the rows must
-contain: the chain of nodes in each row and the reasons not to train a turn (here), and the role of each turn (`roles.py`).
+The caller passes in a function that builds the rows with the gateway's code. From the stored nodes, independent code derives what the rows
+must contain: the chain of nodes in each row and the reasons not to train a turn (here), and the role of each turn (`roles.py`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RowWithSideData(Protocol):
 
 
 class StoredSideArrays:
-    """The stored side data of a session. `unlisted` contains the ids of nodes with side data that no turn lists."""
+    """The stored side data of a session. `unlisted` contains the ids of nodes that have stored side data but list none."""
 
     def __init__(self, session: StoredSession) -> None:
         self._pieces: dict[tuple[object, object], list[StoredSideData]] = {}

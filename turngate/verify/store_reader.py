@@ -32,7 +32,7 @@ _UNDELIVERED_XOR = 0x5EED  # applied to the checksum of a turn that is marked as
 
 
 class UnreadableSession(ConfigError):
-    """A session exists but cannot be read."""
+    """A session, or the list of sessions, cannot be read."""
 
 
 class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +60,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
 class SideFacts(msgspec.Struct, frozen=True, array_like=True):
     """A range of tokens for which a turn stores side data, and the type and shape of each value.
 
-    `first` is the first token of the range, counted from the start of the turn's reply.
+    `first` is the index of the first token of the range. The reply starts at index 0, and prompt tokens have negative indices.
     """
 
     name: str
@@ -555,7 +555,10 @@ def _decode_text(raw: bytes) -> str:
 
 
 def _check_session_cells(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a session's row. Raise `UnreadableSession` if one of its cells has the wrong type."""
+    """Return a session's row. Raise `UnreadableSession` if its status, stop reason, vocabulary or times have the wrong type.
+
+    A tokenizer folder or renderer that is not text is replaced by "".
+    """
     for name in ("status", "stop", "vocabulary"):
         if not isinstance(record[name], str):
             raise UnreadableSession(f"session {record['id']} is damaged on disk: `{name}` is not text")

@@ -54,7 +54,7 @@ class RowWithRewards(Protocol):
 
 
 def read_turn_rewards(session: StoredSession) -> tuple[Json, Json]:
-    """Return the turn rewards and the reward of the stored outcome. The turn rewards are None if there are none."""
+    """Return the turn rewards and the reward of the stored outcome. Each is None if it is missing."""
     outcome = session.related.outcome
     if outcome is None or not isinstance(outcome.raw, (bytes, str)):
         return None, None  # reported by the outcome check
@@ -133,7 +133,7 @@ def _is_count(value: Json) -> bool:
 
 
 def check_row_rewards(session: StoredSession, every: Sequence[RowWithRewards], results: CheckResults) -> None:
-    """Check that each row has exactly the rewards of the turns that it trains, at the tokens of these turns."""
+    """Check that each row has exactly the rewards of the turns that it trains, each at the right tokens."""
     rewards, _ = read_turn_rewards(session)
     if rewards is None:
         return
