@@ -14,7 +14,16 @@ from tests.fuzz.damaged_sessions import CellDamage, SessionDamage, check_verify
 from tests.fuzz.relay_calls import RelayCall, check_relay
 from tests.fuzz.requests import read_calls
 from tests.fuzz.rounds import CORPUS, read_corpus, run_examples
-from tests.fuzz.targets import SYNTAXES, TARGETS, Target, _content, _parse, check_agent_file, check_parser
+from tests.fuzz.targets import (
+    SYNTAXES,
+    TARGETS,
+    Target,
+    _content,
+    _parse,
+    check_agent_file,
+    check_parser,
+    check_task_row,
+)
 from turngate.agents.spec import parse_spec
 from turngate.common.validation import parse_toml
 from turngate.engines.observe import translate
@@ -68,7 +77,7 @@ def test_coverage_guides_to_a_planted_bug() -> None:
 
 
 def test_relay_target_detects_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loop_forever(call_id: str, taken: set[str]) -> str:
+    def loop_forever(call_id: str, taken: set[str], fixed: set[str]) -> str:
         unique = call_id
         while unique in taken:
             unique = f"{call_id}_{len(taken)}"
@@ -118,6 +127,12 @@ def test_deeply_nested_toml_is_an_error() -> None:
 
 def test_number_with_too_many_digits_is_an_error() -> None:
     check_agent_file(b"x = " + b"9" * 5000)
+
+
+@pytest.mark.parametrize("field", ["FAIL_TO_PASS", "PASS_TO_PASS", "install_config"])
+def test_deeply_nested_json_in_a_task_row_is_an_error(field: str) -> None:
+    row = {"instance_id": "a-1", "repo": "a/b", "base_commit": "0" * 40, "problem_statement": "Fix it."}
+    check_task_row({**row, "test_patch": "x", "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": [], field: "[" * 5000})
 
 
 def call_with_ids(*ids: str) -> RelayCall:

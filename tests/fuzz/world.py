@@ -38,9 +38,10 @@ from turngate.verify.store_reader import SessionReader
 Json = Any
 LATE_S = 0.05  # the longest that a step of the event loop may compute
 MEMORY_FACTOR = 40  # bytes that a request may need per byte of its body …
-REPLY_FACTOR = 12  # … per byte of its reply: a reply with a recorded session is built from its trace …
+TRACE_FACTOR = 12  # … per byte of its reply or, if it is about a session, of the trace that the reply is built from …
 MEMORY_BASE = 3_000_000  # … and in addition
 _ANSWER_S = 20.0  # a request that takes longer hangs
+_ADMIN = (("authorization", "Bearer $admin"),)
 _WAIT_S = 0.15  # how long to stay with a request that waits for something that never comes
 _WAITING = ("/tools/{name}", "/deliveries", "/events", "/gate/take", "/retry", "/fence/pause", "/weights", "/remove")
 _FIELD_ERRORS = (400, 422)
@@ -168,11 +169,26 @@ class World:
             raise Finding(f"an error was logged: {self._log.records[0]}")
         if watch.longest > self.late_s:
             raise Finding(f"a step of the event loop computed for {watch.longest * 1000:.0f} ms: {watch.slowest}")
-        sizes = len(request.body), len(reply.body)
-        if memory and (used := peak()) > MEMORY_BASE + MEMORY_FACTOR * sizes[0] + REPLY_FACTOR * sizes[1]:
-            raise Finding(
-                f"a request of {sizes[0]} bytes with a reply of {sizes[1]} bytes needed {used} bytes of memory"
-            )
+        if memory:
+            self._check_memory(request, len(reply.body), peak())
+
+    def _check_memory(self, request: FuzzRequest, reply: int, used: int) -> None:
+        allowed = MEMORY_BASE + MEMORY_FACTOR * len(request.body)
+        if used <= allowed + TRACE_FACTOR * reply:
+            return
+        trace = self._measure_trace(request)
+        if used > allowed + TRACE_FACTOR * max(reply, trace):
+            sizes = f"a request of {len(request.body)} bytes with a reply of {reply} bytes"
+            about = f", about a session with a trace of {trace} bytes," if trace else ""
+            raise Finding(f"{sizes}{about} needed {used} bytes of memory")
+
+    def _measure_trace(self, request: FuzzRequest) -> int:
+        """Return the size of the trace of the session in the request's path, or 0 if the path has none."""
+        names = zip(request.operation.split("/"), request.path.split("/"), strict=False)
+        session = next((self._fill(value) for name, value in names if name == "{id}"), "")
+        trace = FuzzRequest("GET", f"/admin/sessions/{session}/trace", (), _ADMIN, b"", "/admin/sessions/{id}/trace")
+        reply = self.run(self._send(trace))
+        return len(reply.body) if reply.status == 200 else 0
 
     async def _restore(self) -> None:
         """Undo what an earlier request has ended, so that the next one gets further."""
