@@ -115,7 +115,7 @@ async def test_invalid_arguments_are_named(http: kit.Server) -> None:
         (
             "run_rollout",
             {**fine, "model_key": "openai://hosted"},
-            "the server has no key for the endpoint .*TURNGATE_TEST_HOSTED_KEY",
+            "the server has no valid key for the endpoint .*TURNGATE_TEST_HOSTED_KEY",
         ),
         ("run_rollout", {**fine, "agent_timeout_s": "long"}, "agent_timeout_s must be a number, not a string"),
         ("run_rollout", {**fine, "timeout": 5}, "timeout is not a known argument"),

@@ -116,7 +116,7 @@ def run_server(folder: Path, *, package: Path | None = None, settings: str = "",
 def _wait_for_url(process: subprocess.Popen[str], log: Path) -> str:
     """Wait until the server logs its URL."""
     while process.poll() is None:
-        if found := re.search(r"environment on (http://\S+)", log.read_text()):
+        if found := re.search(r"environment at (http://\S+)", log.read_text()):
             return found[1]
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.05)

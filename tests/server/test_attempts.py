@@ -95,7 +95,7 @@ async def test_session_without_a_name_can_be_superseded() -> None:
         never = await t.client.supersede("r", 1, "not-yet")
         assert never.attempt.state == "superseded"
         refused = await t.g.admin.post("/admin/sessions", json={"id": "not-yet"})  # a client that names no rollouts
-        assert refused.status_code == 409 and "the superseded attempt 1 of rollout 'r'" in refused.text
+        assert refused.status_code == 409 and "belongs to superseded attempt 1 of rollout 'r'" in refused.text
 
 
 async def test_superseded_session_is_cancelled_after_restart(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], float | None, str, str]] = {
         "the length of turn",
     ),
     "sum": ([{"turn": 1, "value": 0.5, "kind": "part"}], 1.0, "turn_rewards", "the difference is -0.5"),
-    "no reward": ([{"turn": 1, "value": 0.5, "kind": "extra"}], None, "turn_rewards", "reward is null"),
+    "no reward": ([{"turn": 1, "value": 0.5, "kind": "extra"}], None, "turn_rewards", "'reward' is null"),
 }
 
 

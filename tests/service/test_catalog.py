@@ -94,7 +94,7 @@ def test_unavailable_choice_is_rejected(catalog: Catalog, given: tuple[Any, ...]
 
 def test_unset_key_is_rejected(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_KEY")
-    with pytest.raises(BadRequest, match="no key for the endpoint openai://gpt"):
+    with pytest.raises(BadRequest, match="no valid key for the endpoint openai://gpt"):
         catalog.choose("openai://gpt")
 
 

@@ -98,7 +98,7 @@ async def test_recorded_grade_survives_kill(tmp_path: Path) -> None:
             assert (result.error is not None) == (result.status == "error") and result.done
             said = result.notes[0] if result.error is None else result.error.message
             assert ("stopped before it wrote the result" if result.error is None else "lost: ") in said
-            assert said.endswith("the rollout's gateway has the turns recorded until then")
+            assert said.endswith("the rollout's gateway has the turns recorded before the stop")
             assert result.wall_s == 2.0 + len(events)
             assert (await service.all_events(f"r{n}"))[-1].data["reward"] == expected[2]
 

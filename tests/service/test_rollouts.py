@@ -93,7 +93,7 @@ async def test_row_with_unavailable_image_is_invalid_task() -> None:
     async with run_service(images=("own/*",)) as service:
         result = await service.rollouts.run(SweRolloutRequest(task=ROW, model_key=KEY))
         assert (result.task_id, result.status, result.kind) == ("own__thing-1", "error", "invalid task")
-        assert result.error is not None and "a local sandbox has no images" in result.error.message
+        assert result.error is not None and "a local sandbox cannot run images" in result.error.message
 
 
 def failing_rollouts() -> list[tuple[str, dict[str, Any], tuple[Any, ...]]]:

@@ -118,7 +118,7 @@ def test_alarms_say_what_to_change() -> None:
     ("logprobs", "version", "problem"),
     [
         (1, 5, "logprobs has length 1, but the number of trained tokens is 2"),
-        (2, 4, "version is 4, but a token was sampled at version 5"),
+        (2, 4, "'version' is 4, but a token was sampled at version 5"),
     ],
 )
 def test_wrong_input_is_rejected(logprobs: int, version: int, problem: str) -> None:
@@ -136,9 +136,9 @@ def test_logprobs_of_another_shape_are_rejected(shape: tuple[int, ...]) -> None:
     ("change", "problem"),
     [
         ({"counts": (1,)}, r"lags\[0\]\.counts must have 21 buckets, not 1"),
-        ({"tokens": 3}, r"lags\[0\]\.tokens must be 2 \(the sum of counts and not_finite\), not 3"),
+        ({"tokens": 3}, r"lags\[0\]\.tokens must be 2 \(the sum of 'counts' and 'not_finite'\), not 3"),
         ({"mean": 0.2}, r"lags\[0\]\.mean is 0.2, but lags\[0\]\.largest is"),
-        ({"k3": None}, "must be numbers if not_finite is less than tokens"),
+        ({"k3": None}, "must be numbers if 'not_finite' is less than 'tokens'"),
     ],
 )
 def test_contradictory_report_is_rejected(change: dict[str, object], problem: str) -> None:
@@ -148,6 +148,6 @@ def test_contradictory_report_is_rejected(change: dict[str, object], problem: st
         check_lags([msgspec.structs.replace(one, **change)])
     with pytest.raises(BadRequest, match="0 occurs more than once"):
         check_lags([one, one])
-    with pytest.raises(BadRequest, match="lags is empty"):
+    with pytest.raises(BadRequest, match="'lags' is empty"):
         check_lags([])
     assert len(one.counts) == len(MISMATCH_EDGES) + 1

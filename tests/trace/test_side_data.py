@@ -140,7 +140,7 @@ def test_invalid_array_is_rejected(reported: SideArray, problem: str) -> None:
 
 
 def test_two_values_for_one_token_are_rejected() -> None:
-    with pytest.raises(InvalidSideData, match="has values for token 1 and then for token 1"):
+    with pytest.raises(InvalidSideData, match="has a value for token 1 and then one for token 1"):
         add_array([array(0, 1, 2)], array(1, 3), None, 3)
 
 

@@ -56,7 +56,7 @@ INVALID: dict[str, tuple[list[TurnReward], float | None, str, str]] = {
     "an empty span": ([extra(1.0, turn=2, start=3, end=3)], 1.0, "turn_rewards[0].end", "greater than 'start'"),
     "a long name": ([extra(1.0, turn=2, name="n" * 201)], 1.0, "turn_rewards[0].name", "200"),
     "a control character": ([extra(1.0, turn=2, name="a\nb")], 1.0, "turn_rewards[0].name", "printable"),
-    "without a reward": ([extra(1.0, turn=2)], None, "turn_rewards", "reward is null"),
+    "without a reward": ([extra(1.0, turn=2)], None, "turn_rewards", "'reward' is null"),
     "a wrong sum": ([part(0.5, turn=2), part(0.25, turn=4)], 1.0, "turn_rewards", "the difference is -0.25"),
     "one part alone": ([part(0.5, turn=2), extra(0.5, turn=4)], 1.0, "turn_rewards", "their sum is 0.5"),
     "just beyond the tolerance": ([part(1.0 + 2e-6, turn=2)], 1.0, "turn_rewards", "2e-06"),

@@ -1,4 +1,4 @@
-"""The checks of `turngate doctor`, for the machine, the engine, its tokenizer, agents and sandboxes, or for a running gateway.
+"""The checks of `turngate doctor`. They examine the machine, the engine, its tokenizer, agents and sandboxes, or a running gateway.
 
 `checks.py` lists all checks and runs them. A check removes everything that it creates. It reports what it found and how to fix any
 problem, and never reveals a secret.

@@ -106,7 +106,10 @@ def _find_version(spec: AgentSpec, folder: Path) -> str:
 
 
 async def check_sandboxes(context: DoctorContext) -> list[CheckOutcome]:
-    """Check each kind of sandbox: start one, run `true` in it and, if it isolates the network, verify that it has no network access."""
+    """Check the chosen kinds of sandbox or, by default, the local ones.
+
+    Start one sandbox of each kind, run `true` in it and, if it isolates the network, verify that it has no network access.
+    """
     names = context.sandboxes or LOCAL_BACKENDS
     return await asyncio.gather(*(_check_sandbox(name, context.image, bool(context.sandboxes)) for name in names))
 

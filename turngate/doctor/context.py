@@ -1,4 +1,4 @@
-"""The input of the checks: the settings of `turngate serve`, and objects that several checks use, such as the renderer."""
+"""The input to the checks: the settings of `turngate serve`, and objects that several checks use, such as the renderer."""
 
 from __future__ import annotations
 

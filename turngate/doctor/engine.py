@@ -111,7 +111,8 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
         # An untrained model may sample the padding ids of its embedding table, which the tokenizer lacks.
         return warning(
             f"{name}: the engine sampled id {max(ids)}, but the tokenizer has only {renderer.tokenizer.vocab_size} ids",
-            "set --tokenizer to the folder of the model that the engine serves; if it already is, the model sampled a padding id",
+            "set --tokenizer to the folder of the model that the engine serves; if it is already set to that folder, the model "
+            "sampled a padding id",
         )
     if prompt is not None and not prompt:
         return failure(
@@ -211,8 +212,8 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
         )
     return warning(
         f"{name}: log-probabilities are computed after temperature but before truncation, "
-        "so they are correct only without top-p and top-k",
-        'keep the session setting bias at its default "neutral", which ignores the top-p and top-k that agents request',
+        "so they are correct only without top-p, top-k and min-p",
+        'keep the session setting bias at its default "neutral", which ignores the truncation that agents request',
     )
 
 

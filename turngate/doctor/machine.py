@@ -119,7 +119,10 @@ def _is_installed(module: str) -> bool:
 
 
 async def check_data(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the data folder is writable, that locks and SQLite work there, and that its recordings can be read."""
+    """Check that the data folder is writable, that locks and SQLite work there, and that its recordings can be read.
+
+    For a shared store, check only that it can be read.
+    """
     if context.config.is_shared:
         return [await asyncio.to_thread(_check_shared_store, context.config.data)]
     return await asyncio.to_thread(_check_data_folder, Path(context.config.data))
@@ -247,7 +250,7 @@ async def check_disk(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
-    """Check the length of the admin key and the metrics key, and the owner and mode of the key files. Keys are never printed."""
+    """Check the length of the admin key and the metrics key, and the owner and mode of the file `admin-key`. Keys are never printed."""
     try:
         metrics = "; a separate metrics key is set" if metrics_key() else ""
         if admin_key := read_key(ADMIN_KEY):

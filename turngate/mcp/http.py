@@ -40,7 +40,7 @@ log = logging.getLogger("turngate")
 
 
 class HttpSettings(msgspec.Struct, frozen=True):
-    """The address to listen on, the key that clients must send, and the host names of this server."""
+    """The address to listen on, the key that clients must send, and additional host names of this server."""
 
     host: str
     port: int
@@ -73,7 +73,7 @@ async def serve(rollouts: Rollouts, settings: HttpSettings) -> None:
 
 
 class McpAccess:
-    """ASGI application that checks each request and forwards the allowed ones to the SDK."""
+    """An ASGI application that checks each request and forwards the allowed ones to the SDK."""
 
     def __init__(self, manager: StreamableHTTPSessionManager, settings: HttpSettings) -> None:
         self.manager = manager
@@ -135,7 +135,7 @@ class McpAccess:
 
 
 def _parse_host(url: str) -> str:
-    """Return the host of a URL without its port, or an empty string if it has no host."""
+    """Return the host of a URL without its port, or an empty string if it has none or is invalid."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

@@ -126,7 +126,9 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
             service: ServiceHost = app.state.service
             service.start()
             try:
-                print(f"turngate serves an OpenEnv environment on {local_url(listener)}", file=sys.stderr, flush=True)
+                print(
+                    f"Turngate is serving an OpenEnv environment at {local_url(listener)}", file=sys.stderr, flush=True
+                )
                 config = uvicorn.Config(
                     app,
                     log_level="warning",
@@ -169,7 +171,10 @@ def _max_sessions() -> int:
 
 
 def _check_exposure(host: str, is_open: bool) -> None:
-    """Raise `ConfigError` if other machines could connect without a key, since callers run programs in sandboxes at the owner's expense."""
+    """Raise `ConfigError` if other machines could connect without a key, unless `is_open` allows it.
+
+    Callers run programs in sandboxes at the owner's expense.
+    """
     if not (is_loopback(host) or is_open or os.environ.get(KEY, "").strip()):
         raise ConfigError(
             f"host {host} is reachable from other machines; set {KEY}, or pass --open if something else controls access "
@@ -230,7 +235,7 @@ def _limit_body(scope: Scope, receive: Receive) -> Receive:
 
 
 def _netloc(url: str) -> str | None:
-    """Return the host and port of a URL, or None if it is not a URL."""
+    """Return the host and port of a URL, or None if the URL is invalid."""
     try:
         return urlsplit(url).netloc
     except ValueError:

@@ -1,4 +1,4 @@
-"""One OpenEnv session with a client: `reset`, `step` and `state`. A step is one tool call.
+"""One OpenEnv session with a client: `reset`, `step` and `state`. A step calls a tool or lists the tools.
 
 The tools come from the service (`service/mcp_tools.py`). OpenEnv's server also offers them at `/mcp`, where a call is not a step and
 returns only the tool's result. All sessions share one service, so a rollout can outlive the session that started it, and any session can
@@ -111,7 +111,8 @@ class TurngateEnvironment(MCPEnvironment):
 
     def execute_code(self, code: str) -> Observation:
         raise BadRequest(
-            "code is not supported: this environment does not run code in its server; use the tools", param="code"
+            "execute_code is not supported, because the code would run in the environment's server; use the tools",
+            param="code",
         )
 
     def get_metadata(self) -> EnvironmentMetadata:

@@ -1,6 +1,6 @@
 """The native API under `/admin` for sessions (traces, samples, outcomes and tool calls) and for events.
 
-The routes require the admin key, or an API key with one of the route's scopes (`scopes.py`).
+Each route requires the admin key, or an API key with one of the route's scopes (`scopes.py`).
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Gateway(ProjectGateway):
         return (EngineChanges if self.cell is None else FollowedEngineChanges)(local, group, self.engine_list, *parts)
 
     async def start(self, url: str = "") -> None:
-        """Start the engine and the background tasks. `url` is this gateway's URL, which a cell publishes in the shared store."""
+        """Start the engine, the relay and the background tasks. `url` is this gateway's URL, which a cell publishes in the shared store."""
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.start()

@@ -97,7 +97,7 @@ class HangUp:
 
 
 class DisconnectWatch(HangUp):
-    """A context manager that, when the client disconnects, cancels the task that serves its request."""
+    """A context manager that cancels the current task, which serves the request, when the client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

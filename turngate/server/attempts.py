@@ -1,6 +1,6 @@
 """The admin API for attempts at rollouts, under `/admin/attempts`. Any worker can serve these routes.
 
-The routes require the admin key, or an API key with one of the route's scopes (`scopes.py`).
+Each route requires the admin key, or an API key with one of the route's scopes (`scopes.py`).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class AttemptRoutes:
     async def listing(self, request: Request, query: AttemptsQuery) -> JsonReply[AttemptList]:
         """List the attempts at a rollout."""
         if not query.rollout:
-            raise BadRequest("rollout is missing; pass the name of a rollout", param="rollout")
+            raise BadRequest("'rollout' must not be empty; pass the name of the rollout", param="rollout")
         return json_response(AttemptList(self._attempts.list_attempts(query.rollout)))
 
     async def supersede(self, request: Request, body: SupersedeBody) -> JsonReply[SupersededAttempt[RecordedOutcome]]:
         """Give up an attempt at a rollout, unless the attempt already has an outcome."""
         if not body.rollout:
-            raise BadRequest("rollout must not be empty; pass the name of the rollout", param="rollout")
+            raise BadRequest("'rollout' must not be empty; pass the name of the rollout", param="rollout")
         check_rollout(body.rollout)
         if body.session:
             check_session_id(body.session, "session")

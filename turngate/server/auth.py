@@ -80,9 +80,10 @@ def own_key(data: Path, variable: str, name: str) -> str:
 
 
 def _create_key_file(path: Path, key: str) -> None:
-    """Create a key file atomically, so that it never exists without its key, even if this process is killed.
+    """Create a key file.
 
-    On a file system without hard links, the file is empty for a moment.
+    On a file system with hard links, the file never exists without its key, even if this process is killed. Without hard links, the file
+    is empty for a moment.
     """
     number, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -169,8 +170,8 @@ class Auth:
             return self.require(key, scopes).project is None
         except Unauthorized:
             raise Unauthorized(
-                f"the key is {'wrong or no longer valid' if key else 'missing'}; send the admin key, an API key with the scope traces or "
-                f"admin, or the key in {METRICS_KEY} as 'Authorization: Bearer …'"
+                f"the key is {'wrong or no longer valid' if key else 'missing'}; send the admin key, an API key with the scope 'traces' "
+                f"or 'admin', or the key in {METRICS_KEY} as 'Authorization: Bearer …'"
             ) from None
 
     async def session(self, key: str, session_id: str | None) -> Session:
@@ -240,5 +241,5 @@ def require_scope(key: ApiKey, scopes: Scopes) -> None:
         return
     if not scopes:
         raise Forbidden("this request needs the operator's admin key; API keys are not accepted")
-    wanted = " or ".join(scope for scope in SCOPE_NAMES if scope in scopes)
+    wanted = " or ".join(f"'{scope}'" for scope in SCOPE_NAMES if scope in scopes)
     raise Forbidden(f"this request needs a key with the scope {wanted}; key {key.prefix} does not have it")

@@ -29,7 +29,7 @@ class RunningGateway(msgspec.Struct, frozen=True):
 
 
 def find_running_gateway(data: Path) -> RunningGateway | None:
-    """Return the gateway that is serving this data folder, or None if no gateway is running."""
+    """Return the gateway that is serving this data folder, or None if there is none."""
     try:
         gateway = msgspec.json.decode((data / _NOTE).read_bytes(), type=RunningGateway)
     except (OSError, msgspec.DecodeError):
@@ -78,7 +78,7 @@ def _join(host: str, port: int) -> str:
 def check_port(config: ServeConfig) -> None:
     """Raise `ConfigError` if the gateway cannot listen on its port. Call this before creating anything in the data folder.
 
-    If a gateway serves the data folder, return without an error: opening the store then reports that the folder is in use.
+    If a gateway already serves the data folder, return without an error: opening the store then reports that the folder is in use.
     """
     if find_running_gateway(config.folder) is None:
         _bind(config).close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.client.keys import read_key
+from turngate.client import keys
 from turngate.config import OBSERVED_ENGINES, ServeConfig, explain_unreadable_script
 from turngate.engines.base import Engine, Generate, Relay
 from turngate.engines.gate import Gate
@@ -124,19 +124,11 @@ def _build_local_engine(config: ServeConfig) -> Engine:
 
 def read_engine_key(config: ServeConfig) -> str | None:
     """Read the engine's API key from the environment variable that the configuration names."""
-    if not config.engine_key_env:
-        return None
-    key = read_key(config.engine_key_env)
-    if not key:
-        raise ConfigError(
-            f"engine_key_env names the environment variable {config.engine_key_env}, which is not set; set it to the engine's API key",
-            param="engine_key_env",
-        )
-    return key
+    return keys.read_engine_key(config.engine_key_env) if config.engine_key_env else None
 
 
 def _load_script(path: str, renderer: Renderer) -> Script:
-    """Load the scripted engine's replies from a JSON file.
+    """Load the scripted engine's replies from a JSON file, or use a default reply if `path` is empty.
 
     Each turn of a session gets the next reply. After the last one, the replies start over.
     """
@@ -157,7 +149,8 @@ def _load_script(path: str, renderer: Renderer) -> Script:
 def _repeat(turns: Sequence[ScriptedTurn], path: str) -> Script:
     """Return a script that starts over after its last turn.
 
-    A warning is logged the first time that this happens, because an agent that never gets a final reply may run forever.
+    For a script from a file, a warning is logged the first time that this happens, because an agent that never gets a final reply may run
+    forever.
     """
     is_reported = not path  # the default reply is always repeated
 

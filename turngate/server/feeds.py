@@ -1,6 +1,6 @@
 """The feed API for trainers, under `/admin/feeds` and `/admin/groups`.
 
-The routes require the admin key, or an API key with one of the route's scopes (`scopes.py`). Deliveries are msgpack with raw little-endian
+Each route requires the admin key, or an API key with one of the route's scopes (`scopes.py`). Deliveries are msgpack with raw little-endian
 arrays. Everything else is JSON, including errors. Any worker can serve these routes, because feeds are in the store.
 """
 
@@ -35,9 +35,9 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TakeOverQuery(msgspec.Struct, frozen=True):
-    """Query parameters, both from the trainer's checkpoint, if it has one. They are checked if the store was restored from a backup.
+    """Query parameters: the position in the trainer's checkpoint, if there is one. It is checked if the store was restored from a backup.
 
-    `after` is the number of the last delivery that the trainer has processed, and `mark` is the feed's `mark` (see `FeedView`).
+    `after` is the number of the last delivery that the checkpoint includes, and `mark` is the feed's `mark` (see `FeedView`).
     """
 
     after: Whole | None = None
@@ -122,7 +122,7 @@ class FeedRoutes:
         """Return the next deliveries of a feed."""
         name = request.path_params["name"]
         if not query.reader:
-            raise BadRequest(f"reader is missing; get one with `POST /admin/feeds/{name}/reader`", param="reader")
+            raise BadRequest(f"'reader' is missing; get one with `POST /admin/feeds/{name}/reader`", param="reader")
         page = await self._feeds.page(
             name, query.reader, after=query.after, wait=query.wait, limit=query.limit or 1, form=query.form
         )

@@ -82,7 +82,7 @@ class HostedProjects:
             self._watching = asyncio.create_task(self._watch())
 
     def _open_known(self) -> None:
-        """Open all projects in the list of projects and, in a cell, all projects that have data on this machine."""
+        """Open all listed projects and, in a cell, any others with data on this machine, except `default` and deleted projects."""
         names = {*self._host.projects.ring.list_projects()}
         if self._host.cell is not None:
             folder = Path(self._host.config.data) / "projects"
@@ -92,7 +92,7 @@ class HostedProjects:
             self.open(name)
 
     async def _watch(self) -> None:
-        """Remove deleted projects and, in worker 0 of a cell, open projects that another process has created. Run until cancelled."""
+        """Remove deleted projects and, in worker 0 of a cell, open newly created ones. Run until cancelled."""
         while True:
             try:
                 if self._host.cell is not None and self._host.shard.number == 0:
@@ -101,20 +101,20 @@ class HostedProjects:
                     self._host.shares.is_active = True  # other cells may serve the other projects with the same engines
                 deleted = self._host.projects.ring.list_deleted() - self._removed
             except (TurngateError, OSError) as error:
-                log.warning("cannot check for new or deleted projects: %s; retrying", error)
+                log.warning("cannot update the list of open projects: %s; retrying", error)
                 deleted = frozenset()
             for name in deleted:
                 try:
                     await self._remove(name)
                 except (TurngateError, OSError) as error:
-                    log.warning("cannot remove the data of deleted project %s: %s; retrying", name, error)
+                    log.warning("cannot finish removing deleted project %s: %s; retrying", name, error)
             await asyncio.sleep(_WATCH_S)
 
     async def _remove(self, name: str) -> None:
         """End the requests and tasks of a deleted project. Worker 0 also removes the project's data from this machine."""
         project = self._open.pop(name, None)
         if project is not None:
-            log.warning("project %s was deleted; ending its sessions and removing its data", name)
+            log.warning("project %s was deleted; ending its requests and closing its store", name)
             await asyncio.to_thread(self._host.detach_project, project)  # waits until a shipment in progress has ended
             await project.end_requests()
             await project.close()
@@ -144,7 +144,7 @@ class HostedProjects:
         """Return the name of the project that a request belongs to, or None for the project `default`.
 
         The session secret, API key or login cookie in the request decides. With the admin key, the caller may name a project in a header.
-        The project's own gateway checks the key again.
+        If none of these identifies a project, return None. The project's own gateway then authenticates the request.
         """
         ring = self._host.projects.ring
         named, keys = "", []

@@ -41,10 +41,11 @@ def bearer_key(request: Request) -> str:
 
 
 def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None, **more: Any) -> ApiRoute:
-    """Return a route that requires the admin key or an API key with one of the route's scopes, or no key if `auth` is None.
+    """Return a route that requires the admin key or an API key with one of the route's scopes.
 
-    A `TurngateError` that the endpoint raises becomes an error response. If a key is required, `request.state.caller` says who sent the
-    request. The endpoint declares the body and the query as parameters. `more` contains further fields of the `Operation`.
+    If `auth` is None, no key is required. Otherwise, `request.state.caller` says who sent the request. A `TurngateError` that the endpoint
+    raises becomes an error response. The endpoint declares the body and the query as parameters. `more` contains further fields of the
+    `Operation`.
     """
     scopes = scopes_of(method, path) if auth is not None else frozenset()
     access = "public" if auth is None else "key"

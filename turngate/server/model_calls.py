@@ -157,7 +157,7 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Raise an error if the session or the gateway cannot serve this call. Limits are not checked, because the call samples nothing."""
+        """Raise an error if the session or the gateway cannot serve this call. The session's limits are not checked."""
         self._pipeline.admit(session, call)
 
     def count_error(
@@ -266,7 +266,7 @@ class ModelCalls:
         return self._record_refusal(session, dialect, error, b"")
 
     def _record_refusal(self, session: Session, dialect: Dialect, error: TurngateError, body: bytes) -> TurngateError:
-        """Record the refusal if the call was refused because of its content. Return the error to answer with.
+        """Record the call as refused if the call itself caused the error. Return the error to answer with.
 
         If the refusal cannot be recorded, return the store's error instead. The agent may then retry the call.
         """

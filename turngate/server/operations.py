@@ -1,7 +1,7 @@
 """The operations of the HTTP API: what each route accepts and returns, read from the signature of its endpoint.
 
-An endpoint declares its input as parameters: `body` is decoded from the request's body, and `query` from its query string. The return type
-`JsonReply[T]` declares the reply. The OpenAPI document is built from these declarations.
+An endpoint declares its input as parameters: `body` is decoded from the request's body, and `query` from its query string. The return type,
+such as `JsonReply[T]`, declares the reply. The OpenAPI document is built from these declarations.
 """
 
 from __future__ import annotations

@@ -386,7 +386,9 @@ class ProjectGateway:
             if self.store.find(verdict.session) is not None:  # the session may have been deleted in the meantime
                 self.events.add(verdict.session, "verified", summarize_verdict(verdict))
         except StoreError as error:
-            log.warning("could not store the verdict on session %s as an event: %s", verdict.session, error.message)
+            log.warning(
+                "could not store the result of verifying session %s as an event: %s", verdict.session, error.message
+            )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve model calls and host-tool calls directly, to avoid Starlette's overhead. Starlette serves all other requests."""

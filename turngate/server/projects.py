@@ -66,7 +66,10 @@ class KeysQuery(msgspec.Struct, frozen=True):
 
 
 class AuditQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the number of the last entry on the previous page. With `newest`, the newest entries are returned."""
+    """Query parameters. Entries with a number above `after` are returned, oldest first.
+
+    If there are more than `limit`, the oldest ones are returned or, with `newest`, the newest ones.
+    """
 
     project: str = ""
     after: Whole = 0
@@ -75,7 +78,7 @@ class AuditQuery(msgspec.Struct, frozen=True):
 
 
 class ProjectRoutes:
-    """The routes for projects, keys and the audit log, served within one project. The operator can manage all projects through them."""
+    """The routes for projects, keys and the audit log. A key is created for `project` unless the request names a different one."""
 
     def __init__(self, projects: Projects, auth: Auth, project: str) -> None:
         self._projects = projects

@@ -19,7 +19,7 @@ async def read_content(receive: Receive, headers: dict[str, str], limit: int) ->
         return body
     if coding not in _WINDOW_BITS:
         raise BadRequest(
-            f"content-encoding {coding[:100]!r} is not supported; send the body uncompressed, or with gzip or deflate",
+            f"content-encoding {coding[:100]!r} is not supported; send the body uncompressed, or compress it with gzip or deflate",
             param="content-encoding",
         )
     return await asyncio.to_thread(_decompress, body, coding, limit)
@@ -42,7 +42,7 @@ def _decompress(body: bytes, coding: str, limit: int) -> bytes:
 async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
     """Read a body as it was sent, without decompressing it."""
     declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdecimal() and int(declared) > limit:
         raise TooLarge(f"the request body is larger than the limit of {limit} bytes (setting max_body_mb)")
     parts: list[bytes] = []
     size = 0

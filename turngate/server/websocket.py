@@ -3,8 +3,8 @@
     upgrade → accept → per event: find the session → decode → run the turn → frames → …
 
 Calls with the same `stream_id` form a lane. The calls of one lane are served one after another; different lanes are served at the same
-time. When the client disconnects, its calls are aborted and recorded. The latest reply of each lane can be continued on the same connection
-even if the reply is not stored.
+time. When the client disconnects, its running calls are aborted and recorded, and its waiting calls are dropped. The latest reply of each
+lane can be continued on the same connection even if the reply is not stored.
 """
 
 from __future__ import annotations
@@ -270,12 +270,13 @@ class CallSocket:
             if self._held_bytes and self._held_bytes + len(raw) > self._calls.max_body:
                 raise TooManyLanes(
                     f"with this call, the waiting and running calls of this connection would exceed {self._calls.max_body} bytes "
-                    "(setting max_body_mb); send this call again when another one has ended"
+                    "in total (setting max_body_mb); send this call again when other calls have ended"
                 )
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:
+                which = "with this stream_id" if lane else "without a stream_id"
                 raise TooManyLanes(
-                    f"{_MAX_WAITING} calls with this stream_id are already waiting; send this one again when one of them has started"
+                    f"{_MAX_WAITING} calls {which} are already waiting; send this one again when one of them has started"
                 )
             queue.put_nowait((raw, event))
             self._held_bytes += len(raw)
@@ -338,7 +339,7 @@ class CallSocket:
         frames = split_frames(encoder.empty(), lane)
         if not replies.set_latest(call, encoder.record()):
             raise TooLarge(
-                f"input: with generate=false, the conversation may have at most {self._calls.max_body} bytes (setting max_body_mb)",
+                f"input: with generate=false, the conversation must not be larger than {self._calls.max_body} bytes (setting max_body_mb)",
                 param="input",
             )
         for frame in frames:

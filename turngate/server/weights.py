@@ -64,18 +64,18 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def to_load(self) -> PolicyWeights:
         if bool(self.path) == bool(self.lora_path):
             raise BadRequest(
-                "exactly one of path and lora_path is required: set path for a model or lora_path for an adapter",
+                "exactly one of 'path' and 'lora_path' is required: set 'path' for a model, or 'lora_path' for an adapter",
                 param="path",
             )
         if self.path and self.mode == "hold":
             raise BadRequest(
-                "mode 'hold' cannot be used with path, because calls in flight would continue while the weights change; "
+                "mode 'hold' cannot be used with 'path', because calls in flight would continue while the weights change; "
                 "use 'drain' to let the calls finish, or 'keep' to freeze them",
                 param="mode",
             )
         name = self.name.replace("{version}", str(self.version)) if self.lora_path else ""
         if self.lora_path and not name:
-            raise BadRequest("name is empty; set it to the name of the adapter", param="name")
+            raise BadRequest("'name' is empty; set it to the name of the adapter", param="name")
         return PolicyWeights(version=self.version, path=self.path, lora_path=self.lora_path, name=name)
 
 

@@ -1,6 +1,6 @@
 """Read the files that an agent left behind: its working folder as text, and the ends of its logs. All functions block.
 
-The agent wrote these files, so they are untrusted. Symlinks are not followed, and secrets are removed.
+The agent wrote these files, so they are untrusted. Symlinks are not followed, and known secrets are redacted.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def read_log_tails(folder: Path, truncator: Truncator) -> dict[str, str]:
 
 
 def read_tail(path: Path, field: str, truncator: Truncator, limit: int) -> str:
-    """Return at most `limit` characters from the end of an untrusted file, without secrets. A limit of 0 means no limit.
+    """Return at most `limit` characters from the end of an untrusted file, with secrets redacted. A limit of 0 means no limit.
 
     `field` is the name of the result's field, for the note about what was left out.
     """

@@ -302,7 +302,8 @@ class Catalog:
             )
         if chosen != "direct" and not endpoint_url and not key_is_set(endpoint):
             raise BadRequest(
-                f"the server has no key for the endpoint {endpoint.key}; set {endpoint.key_env} in the server's environment",
+                f"model_key: the server has no valid key for the endpoint {endpoint.key}; set {endpoint.key_env} or "
+                f"{endpoint.key_env}_FILE in the server's environment",
                 param="model_key",
             )
         return EndpointChoice(endpoint=endpoint, mode=chosen, is_custom=bool(endpoint_url))

@@ -53,7 +53,7 @@ def build_turns(view: TraceView, truncator: Truncator) -> list[RolloutTurn]:
 
 
 def _prompt_lengths(view: TraceView) -> dict[int, int]:
-    """Return how many token ids each prompt has, by the id of the context node with which the prompt ends."""
+    """Return the number of token ids in each prompt, by the id of the context node that ends the prompt."""
     sampled = {turn.id: turn for turn in view.turns}
     lengths: dict[int, int] = {}
     for context in view.contexts.values():  # parents precede their children
@@ -97,7 +97,7 @@ class _Message(msgspec.Struct, frozen=True):
 def _parse_message(wire: Json) -> _Message:
     """Parse a message leniently, because agents send messages that do not follow the format.
 
-    Where text is expected, any other value is converted to JSON text.
+    Where text is expected, null becomes an empty string, and other values become JSON text.
     """
     message = wire if isinstance(wire, dict) else {"content": wire}
     return _Message(
@@ -137,7 +137,7 @@ def _to_list(value: Json) -> list[Json]:
 
 
 def _to_text(value: Json) -> str:
-    """Convert a JSON value to text. Strings stay unchanged, null becomes an empty string, and other values become JSON text."""
+    """Convert a JSON value to encodable text. Null becomes an empty string, and values other than strings become JSON text."""
     if value is None:
         return ""
     try:

@@ -22,7 +22,7 @@ _LOST = "lost: the service stopped before this rollout ended"
 _UNREPORTED = (
     "the service stopped before it wrote the result; the status and any reward were restored from the rollout's events"
 )
-_TURNS_KEPT = "; the rollout's gateway has the turns recorded until then"
+_TURNS_KEPT = "; the rollout's gateway has the turns recorded before the stop"
 
 
 def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str) -> RolloutState:
@@ -120,18 +120,18 @@ def _mark_done(state: RolloutState, **changes: object) -> RolloutState:
 
 
 def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
-    """Add an error to the state of a rollout. An error that is not a `TurngateError` is logged, and the state contains only its type."""
+    """Add an error to the state of a rollout. If the error is not a `TurngateError`, log it and name only its type in the state."""
     if isinstance(error, TurngateError):
         info = ErrorInfo(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
     else:
-        log.error("rollout %s failed because of an internal error", active.id, exc_info=error)
+        log.error("rollout %s: internal error in Turngate", active.id, exc_info=error)
         info = ErrorInfo(boundary="gateway", stage=stage, message=f"internal error in Turngate: {type(error).__name__}")
     kind = "invalid task" if info.boundary == "task" else "infrastructure fault"
     return msgspec.structs.replace(state, status="error", error=info, kind=kind)
 
 
 def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error, with "the setup script" replaced by `setup_shell`, the argument that contains the caller's script."""
+    """In an error of the setup stage, replace "the setup script" with `setup_shell`, the argument that contains the caller's script."""
     if info is None:
         return None
     message = make_encodable(info.message)
@@ -141,7 +141,7 @@ def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo |
 
 
 def _apply_grade(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """Add the grade to the state. `outcome` events and the stage event `done` contain it; `done` also contains the status."""
+    """Add the grade, if any, to the state. `outcome` events and the stage event `done` contain it; `done` also contains the status."""
     for event in events:
         if event.kind == "stage" and event.data.get("stage") == "done":
             status, kind = event.data.get("status"), event.data.get("class")

@@ -61,7 +61,7 @@ class Finalizer:
         return state, ended_at
 
     async def finish_after_error(self, active: ActiveRollout, error: BaseException) -> tuple[RolloutState, float]:
-        """Store a minimal result because `finish` has failed. Return the final state, and the current Unix time."""
+        """Store a minimal result after `finish` has failed. Return the final state, and the current Unix time."""
         state = final_state.from_broken_report(active, error)
         result = report.build_minimal_result(state, active.outcome, active.notes)
         await self._release(active)

@@ -38,7 +38,7 @@ class RolloutHistory:
 
     @property
     def gateways(self) -> set[str]:
-        """The names of the gateways that have the traces of the rollouts kept here."""
+        """The names of the gateways that hold the traces of the rollouts kept here."""
         return set(self._gateways.values())
 
     def find(self, rollout: str) -> RolloutState:
@@ -60,7 +60,7 @@ class RolloutHistory:
         result = await asyncio.to_thread(self._storage.read_result, rollout)
         if result is None:
             raise StoreError(
-                f"rollout {rollout} has no result file: it was deleted, or it could not be written", param="rollout_id"
+                f"rollout {rollout} has no result: its file could not be written, or was deleted", param="rollout_id"
             )
         return result
 
@@ -77,7 +77,7 @@ class RolloutHistory:
         try:
             self._storage.save_state(state, gateway)
         except StoreError as error:
-            log.error("rollout %s: its final state could not be written: %s", state.rollout_id, error.message)
+            log.error("the final state of rollout %s could not be written: %s", state.rollout_id, error.message)
 
     async def save_result(self, result: RolloutResult, messages: list[ConversationMessage]) -> None:
         try:

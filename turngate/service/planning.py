@@ -35,7 +35,7 @@ _REWARD_FILE = re.compile(r"reward\.(txt|json)")
 def build_task(request: AnyRequest, config: ServiceConfig, inputs: Path) -> Task:
     """Build the task of a request. `inputs` is the folder that `write_inputs` fills.
 
-    Raise `BadRequest` if a SWE row is invalid or names an image that is not allowed.
+    Raise `BadRequest` if a SWE row is invalid or needs an image that is not allowed.
     """
     if isinstance(request, TaskRolloutRequest):
         return request.task
@@ -94,7 +94,7 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
             target.write_text(request.test_script, encoding="utf-8")
             target.chmod(0o755)
     except OSError as error:
-        raise StoreError(f"the uploaded files cannot be written: {error.strerror}") from None
+        raise StoreError(f"the uploaded files and the test script cannot be written: {error.strerror}") from None
 
 
 def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
@@ -153,7 +153,7 @@ def build_rollout_spec(
 def combine_session_settings(request: AnyRequest, choice: EndpointChoice) -> dict[str, Json]:
     """Combine the session settings of the endpoint with those of the request, which take precedence.
 
-    The endpoint's sampling settings are left out, because `endpoint_sampling` contains them.
+    The endpoint's sampling settings are left out, because the rollout spec contains them separately (`endpoint_sampling`).
     """
     of_endpoint = {name: value for name, value in choice.endpoint.session.items() if name != "sampling"}
     of_caller = request.session if isinstance(request, TaskRolloutRequest) else {}

@@ -50,7 +50,7 @@ def build_result(
 
 
 def build_minimal_result(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> RolloutResult:
-    """Build a result from the state and the outcome only. This does not read files, so it cannot fail."""
+    """Build a result from the state, the outcome and the notes only, so that it works even if `build_result` fails."""
     result = RolloutResult(
         rollout_id=state.rollout_id,
         task_id=state.task_id,

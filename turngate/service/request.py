@@ -1,7 +1,7 @@
 """Requests for rollouts of an instruction, of a row of a SWE data set, or of a `Task`. A request is validated before its rollout starts.
 
 A request may come from an untrusted caller, over MCP or HTTP. Sizes are therefore limited, paths must stay inside the working folder, and
-each error names the invalid argument. Keys, images, sandboxes and networks are not arguments but settings of the server (`config.py`).
+each error names the invalid argument. Keys, sandboxes, networks and allowed images are not arguments but settings (`config.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_text("setup_shell", self.setup_shell, MAX_SCRIPT)
         if self.task_id and not _NAME.fullmatch(self.task_id):
             raise BadRequest(
-                f"invalid task_id {self.task_id[:80]!r}: use at most 200 letters, digits and . _ : / -, starting with a letter or digit",
+                f"invalid task_id {self.task_id[:80]!r}: "
+                "use 1 to 200 letters, digits, '.', '_', ':', '/' or '-', and start with a letter or digit",
                 param="task_id",
             )
         _check_common(self)
@@ -95,7 +96,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self
 
     def files_by_path(self) -> dict[str, str | Base64File]:
-        """Return the uploaded files by normalized path. Raise `BadRequest` if a path is invalid or there are too many files."""
+        """Return the uploaded files by normalized path. Raise `BadRequest` if a path is invalid, paths conflict, or there are too many."""
         if len(self.upload_files) > MAX_FILES:
             raise BadRequest(
                 f"upload_files contains {len(self.upload_files)} files; send at most {MAX_FILES}",
@@ -106,13 +107,13 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             where = f"upload_files[{name[:80]!r}]"
             path = _normalize_path(name, where)
             if path in files:
-                raise BadRequest(f"{where} has the same path as another file", param="upload_files")
+                raise BadRequest(f"{where} has the same path as another file; remove one of them", param="upload_files")
             files[path] = content
         for path in files:
             for folder in PurePosixPath(path).parents:
                 if str(folder) in files:
                     raise BadRequest(
-                        f"upload_files[{str(folder)!r}] is a file, but {path!r} needs a folder with that name",
+                        f"upload_files[{str(folder)!r}] is a file, but {path!r} needs a folder with that name; rename one of them",
                         param="upload_files",
                     )
         return files
@@ -143,13 +144,13 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def check(self) -> SweRolloutRequest:
         """Validate the arguments and the size of the row. `build_task` validates the row's fields."""
         if not self.task:
-            raise BadRequest("task is empty; send the fields of a row, such as instance_id and repo", param="task")
+            raise BadRequest("'task' is empty; send the fields of a row, such as instance_id and repo", param="task")
         try:
             size = len(msgspec.json.encode(self.task))
         except UnicodeEncodeError:
-            raise BadRequest("task contains characters that UTF-8 cannot encode", param="task") from None
+            raise BadRequest("'task' contains characters that UTF-8 cannot encode; remove them", param="task") from None
         if size > MAX_ROW:
-            raise BadRequest(f"task is {size:,} bytes long; the limit is {MAX_ROW:,}", param="task")
+            raise BadRequest(f"'task' is {size:,} bytes long; the limit is {MAX_ROW:,}", param="task")
         _check_common(self)
         return self
 
@@ -255,7 +256,7 @@ def _encode(text: str, where: str, name: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise BadRequest(f"{where} contains characters that UTF-8 cannot encode", param=name) from None
+        raise BadRequest(f"{where} contains characters that UTF-8 cannot encode; remove them", param=name) from None
 
 
 def _normalize_path(name: str, where: str) -> str:
@@ -265,7 +266,7 @@ def _normalize_path(name: str, where: str) -> str:
     if is_invalid or path.is_absolute() or ".." in path.parts or str(path) == "." or name.endswith("/"):
         raise BadRequest(
             f"{where} must be the relative path of a file below the working folder, such as src/main.py: at most {MAX_PATH} "
-            "printable characters, without .. or backslashes",
+            "printable characters, without '..' or backslashes",
             param="upload_files",
         )
     _encode(name, where, "upload_files")

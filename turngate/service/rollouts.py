@@ -243,7 +243,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return self.state(rollout)
 
     async def finalize(self, rollout: str, wait_s: float | None = None) -> RolloutResult:
-        """Wait until the rollout has ended and is graded, and return its result.
+        """Wait until the rollout, including any grading, has ended, and return its result.
 
         If that takes longer than `wait_s` seconds, return the progress so far, with `done` false. This method can be called repeatedly.
         """
@@ -298,7 +298,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             return
         state = self.state(rollout)
         if not state.session:
-            raise NotFound(f"rollout {rollout} has no session, so nothing was recorded", param="rollout_id")
+            raise NotFound(f"rollout {rollout} has no session, so no gateway has recorded it", param="rollout_id")
         choice = self._catalog.choose(state.model_key, state.mode)
         if self._parts.history.gateway_of(rollout) != choice.gateway_name:
             raise NotFound(
@@ -363,7 +363,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await self._flush()
 
     async def _flush(self) -> None:
-        """Write the results that could not be written before, and delete the folders of gateways that are no longer needed."""
+        """Write the results that could not be written before, and delete the unused folders of gateways for callers' own endpoints."""
         await self._parts.history.flush()
         in_use = {active.choice.gateway_name for active in self._active.values()}
         await self._parts.gateways.delete_unused(self._parts.history.gateways | in_use)
@@ -391,8 +391,8 @@ def _check_dialect(agent: AgentSpec, choice: EndpointChoice) -> None:
     spoken = choice.endpoint.kind.speaks
     if agent.dialect != "any" and agent.dialect not in spoken:
         raise BadRequest(
-            f"mode cannot be 'direct': {agent.name} uses the {agent.dialect} dialect, but {choice.endpoint.key} supports only "
-            f"{' and '.join(spoken)}, and direct mode does not translate; use observe mode or a different agent",
+            f"mode cannot be 'direct', which does not translate between dialects: {agent.name} uses {agent.dialect}, but "
+            f"{choice.endpoint.key} supports only {', '.join(spoken)}; use observe mode or a different agent",
             param="mode",
         )
 

@@ -86,7 +86,7 @@ def redact(text: str) -> str:
 
 @contextmanager
 def log_to_stderr(format: Format = "text", level: int = logging.INFO, *, worker: int | None = None) -> Iterator[None]:
-    """Log to standard error within the block. `level` applies to Turngate's loggers; other libraries log only warnings and errors."""
+    """Log to standard error within the block. `level` applies to Turngate's loggers; for other libraries, it is at least WARNING."""
     handler = SafeStreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(worker) if format == "json" else TextFormatter(worker))
     root, own = logging.getLogger(), logging.getLogger("turngate")

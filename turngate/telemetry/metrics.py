@@ -268,7 +268,7 @@ class Histogram:
 
 
 class MetricSeries(msgspec.Struct, frozen=True):
-    """The value of a metric for one set of labels. For a histogram, `value` is the sum, and `counts` has the count of each bucket."""
+    """The value of a metric for one set of labels. For a histogram, `value` is the sum, and `counts` holds the count of each bucket."""
 
     labels: Labels
     value: float
@@ -296,7 +296,7 @@ class CallTiming:
 
 
 class EngineTimer:
-    """Measures how long a call waits for the engine. Alternate `mark_received` and `mark_waiting`, then call `finish`."""
+    """Measures how long a call waits for the engine. Call `mark_received` and `mark_waiting` alternately, and then `finish`."""
 
     __slots__ = ("_mark", "_metrics", "_timing", "span")
 

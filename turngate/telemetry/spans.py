@@ -116,7 +116,7 @@ class RolloutTracer:
         sending.start()
         sending.join(_FLUSH_S)
         if sending.is_alive():
-            log.warning("the last spans could not be sent within %g s and are lost", _FLUSH_S)
+            log.warning("the last spans could not be sent within %g s and may be lost", _FLUSH_S)
 
     def start_rollout(self, rollout: str, group: str, task: str, agent: str, sandbox: str, attempt: int) -> Span:
         return self._start_child(

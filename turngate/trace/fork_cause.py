@@ -5,7 +5,7 @@ resample    the same request again, for a second answer
 branch      a second continuation of a turn
 edited      a changed history: a question differs, or the model never gave one of the answers
 compaction  the same conversation, shortened: it repeats or quotes a part of the earlier conversation
-handoff     another agent takes over: its request repeats answers of the conversation, with a different system prompt
+handoff     another agent takes over: its request repeats answers of the conversation, with a different system prompt or different tools
 subagent    a sub-agent's own conversation
 side        a call that is not part of the conversation: a title, a summary or a probe
 new         a separate conversation that does not continue an earlier one; its role says what it is for
@@ -159,7 +159,7 @@ def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quote
 
 
 def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:
-    """Return the cause if a conversation repeats an earlier one with different tools or a different system prompt, or None."""
+    """Return the cause of a conversation that repeats an earlier one with different tools or a different system prompt, otherwise None."""
     head, question = request.meaning(0), _first_question(request)
     # A title or summary is never revised, nor is a request without tools that preceded the first conversation with tools.
     known = [root for root in trace.roots if root.info.cause != "side" and not root.info.signals.is_aside]
@@ -182,7 +182,8 @@ def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) ->
     `quoted` are the turns that the shortened conversation quotes. The newest of them wrote the summary, if all of these hold:
 
     - It makes no tool calls, and no turn follows it.
-    - The turn before it, if any, is not quoted or makes tool calls. If two successive answers are quoted, the quoting text is a transcript.
+    - The turn before it, if any, either makes tool calls or is not quoted. If two successive answers are quoted, the quoting text is a
+      transcript.
     - The agent's signals mark it as a side call or a summary. Otherwise, the conversation that it summarizes must have at least two turns
       or already be shortened, because the turn might be a plan or a review.
 

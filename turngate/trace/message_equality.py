@@ -47,7 +47,7 @@ class RequestMessages:
         return self._messages.get(index)
 
     def put(self, index: int, messages: tuple[Message, ...]) -> None:
-        """Set the messages at `index`. They must come from an earlier request that has the same bytes at this index."""
+        """Set the messages at `index`, unless they are already set. They must come from a request with the same bytes at this index."""
         self._messages.setdefault(index, messages)
 
     def messages_from(self, start: int = 0) -> list[Message]:
@@ -105,7 +105,7 @@ def reasoning_digest(reasoning: str) -> bytes:
 
 
 def exact_digest(message: Message) -> bytes:
-    """Return a digest of a message's exact text, call ids and tool names. It distinguishes answers with the same meaning."""
+    """Return a digest of a message's exact text, tool names and unprefixed call ids. It distinguishes answers with the same meaning."""
     # Dialects add different prefixes to the same id.
     calls = [[call.id.removeprefix("call_").removeprefix("toolu_"), call.name] for call in message.tool_calls]
     content = [_escape_surrogates(message.content), calls]
@@ -135,7 +135,7 @@ def _normalize(message: Message, call_order: dict[str, int]) -> list[Json]:
 
 
 def normalize_arguments(text: str) -> str:
-    """Return a tool call's JSON arguments in a canonical form. Text that is not JSON is only trimmed."""
+    """Return a tool call's JSON arguments in a canonical form. Text that is not JSON is trimmed."""
     try:
         value = orjson.loads(text or "{}")
         # JavaScript agents write 1.0 as 1.

@@ -1,7 +1,7 @@
 """Compare the log-probabilities that a trainer computes with those that the engine reported when it sampled the tokens.
 
 For each trained token, d = log-probability under the trainer's current weights − recorded log-probability, and exp(d) is its importance
-ratio. Tokens are grouped by lag: by how many policy versions the trainer's weights are newer than those that sampled the token.
+ratio. Tokens are grouped by lag, the number of policy versions by which the trainer's weights are newer than those that sampled the token.
 
     lag 0   the weights are the same, so d is the mismatch between engine and trainer and should be 0
     lag n   d also reflects n policy updates
@@ -71,7 +71,7 @@ class MismatchMeter:
     def add(self, trainer: np.ndarray, recorded: np.ndarray, versions: np.ndarray, version: int) -> None:
         """Add the log-probabilities of tokens, as computed by the trainer and as recorded.
 
-        `version` is the version of the trainer's weights. `versions` has the version that sampled each token, or `UNKNOWN_VERSION`.
+        `version` is the version of the trainer's weights. `versions` contains the version that sampled each token, or `UNKNOWN_VERSION`.
         """
         if not trainer.shape == recorded.shape == versions.shape:
             found = f"length {len(trainer)}" if trainer.ndim == 1 else f"the shape {trainer.shape}"
@@ -82,7 +82,7 @@ class MismatchMeter:
         newest = int(versions.max(initial=UNKNOWN_VERSION))
         if newest > version:
             raise BadRequest(
-                f"version is {version}, but a token was sampled at version {newest}; pass the version of the weights "
+                f"'version' is {version}, but a token was sampled at version {newest}; pass the version of the weights "
                 "with which the log-probabilities were computed",
                 param="version",
             )
@@ -118,7 +118,7 @@ def _summarize_lag(lag: int | None, differences: np.ndarray) -> LagMismatch:
 def check_lags(lags: Sequence[LagMismatch]) -> None:
     """Raise `BadRequest`, with the name of the field, if the lags of a report are empty or inconsistent."""
     if not lags:
-        raise BadRequest("lags is empty; report at least one lag", param="lags")
+        raise BadRequest("'lags' is empty; report at least one lag", param="lags")
     seen = [one.lag for one in lags]
     for place, one in enumerate(lags):
         where = f"lags[{place}]"
@@ -132,7 +132,7 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
             )
         if sum(one.counts) + one.not_finite != one.tokens:
             raise BadRequest(
-                f"{where}.tokens must be {sum(one.counts) + one.not_finite} (the sum of counts and not_finite), not {one.tokens}",
+                f"{where}.tokens must be {sum(one.counts) + one.not_finite} (the sum of 'counts' and 'not_finite'), not {one.tokens}",
                 param="lags",
             )
         if one.mean is not None and one.largest is not None and one.mean > one.largest * (1 + 1e-6):
@@ -142,7 +142,7 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
             )
         if (one.not_finite < one.tokens) != all(value is not None for value in (one.mean, one.largest, one.k1, one.k3)):
             raise BadRequest(
-                f"{where}: mean, largest, k1 and k3 must be numbers if not_finite is less than tokens, and null otherwise",
+                f"{where}: 'mean', 'largest', 'k1' and 'k3' must be numbers if 'not_finite' is less than 'tokens', and null otherwise",
                 param="lags",
             )
 

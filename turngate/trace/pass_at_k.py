@@ -8,14 +8,14 @@ from math import comb
 def pass_at_k(graded: int, passed: int, k: int) -> float:
     """Return the unbiased estimate of pass@k. `k` must not exceed the number of graded rollouts."""
     if not 1 <= k <= graded or not 0 <= passed <= graded:
-        raise ValueError(f"pass@{k} is undefined for {graded} graded rollouts of which {passed} passed")
+        raise ValueError(f"pass@{k} is undefined (graded rollouts: {graded}, passed: {passed})")
     return 1.0 - comb(graded - passed, k) / comb(graded, k)
 
 
 def pass_curve(graded: int, passed: int) -> list[tuple[int, float]]:
-    """Return (k, pass@k) for k = 1, 2, 4, … and for k = `graded`.
+    """Return the pairs (k, pass@k) for k = 1, 2, 4, … and for k = `graded`.
 
-    Each probability is computed from the previous one, which is fast even for thousands of rollouts.
+    Computing each probability from the previous one is fast even for thousands of rollouts.
     """
     curve: list[tuple[int, float]] = []
     none = 1.0  # the probability that none of k rollouts passes

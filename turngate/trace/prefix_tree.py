@@ -271,7 +271,7 @@ class UnequalSideData(ValueError):
 def build_tree(rows: Sequence[Sample], rollouts: Sequence[int] | None = None) -> PrefixTree:
     """Build the tree of the rows of one or more rollouts.
 
-    `rollouts` has one integer per row, which identifies the row's rollout. If it is None, all rows belong to the same rollout.
+    `rollouts` contains one integer per row, which identifies the row's rollout. If it is None, all rows belong to the same rollout.
 
     Rows share tokens if these tokens and all tokens before them have the same ids, turns and side data. Different turns never share tokens,
     because each turn has its own log-probabilities.
@@ -454,7 +454,7 @@ def _check_segments(tree: PrefixTree) -> None:
         if (tree.mask[segment.start : segment.end] != trained).any():
             raise InvalidTree("mask", f"mask must be {str(trained).lower()} for all tokens of {where}")
         if trained and (above is None or not np.isfinite(tree.logprobs[segment.start : segment.end]).all()):
-            problem = "has no prompt" if above is None else "lacks log-probabilities"
+            problem = "has no prompt" if above is None else "not all of its log-probabilities are finite"
             raise InvalidTree("logprobs", f"{where} is trained, but {problem}")
         path.append(index)
         end = segment.end

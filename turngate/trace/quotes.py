@@ -35,7 +35,7 @@ _MAX_COMPARED = 16_000_000  # twice the maximum total size, in characters, of th
 
 
 def take_excerpts(message: Message) -> tuple[str, ...]:
-    """Return excerpts by which a turn can be recognized: from its first tool calls or, if it has none, from its longest lines."""
+    """Return excerpts that identify a turn: from its first tool calls or, if it has none, from the longest lines near its end."""
     if message.tool_calls:
         calls = message.tool_calls[:_MAX_EXCERPTS]
         split = (_SPLIT_ARGUMENTS.split(call.arguments[:_MAX_ARGUMENTS]) for call in calls)
@@ -44,7 +44,7 @@ def take_excerpts(message: Message) -> tuple[str, ...]:
 
 
 def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
-    """Return the ids of the turns quoted by the messages from index `start` on, oldest first.
+    """Return the ids of the turns, oldest first, that are quoted by the messages from index `start` on.
 
     If `parent` is None, the conversation is new, and it may quote any of the newest turns. Its tool results are not searched, because a
     tool result may repeat the tool call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other
@@ -66,12 +66,15 @@ def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, 
 
 
 def has_same_start(root: Context, request: RequestMessages) -> bool:
-    """Return whether a conversation and a request have the same tools and the same first message, which is usually the system prompt."""
+    """Return whether a conversation and a request have the same tools, template arguments and first message."""
     return root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == request.meaning(0)
 
 
 def repeats_question(roots: Iterable[Context], request: RequestMessages) -> bool:
-    """Return whether a user message at the start of a request contains the first user message of an earlier conversation."""
+    """Return whether a request contains the first user message of an earlier conversation.
+
+    Only the request's user messages before its first assistant message are searched.
+    """
     questions = {_find_question(root) for root in roots} - {b""}
     for message in request.messages_from() if questions else ():
         if message.role == "assistant":
@@ -91,7 +94,8 @@ def _find_question(root: Context) -> bytes:
 def _split_into_parts(text: str) -> Iterator[str]:
     """Yield every span of whole lines in a text.
 
-    If there are too many lines, yield spans of whole paragraphs instead. If there are too many paragraphs, use only the first and last few.
+    If there are too many lines, yield spans of whole paragraphs instead. If there are too many paragraphs, use only the first
+    and last few breaks between them.
     """
     limit = max(2, min(_MAX_LINES, isqrt(_MAX_COMPARED // (len(text) + 1))))
     starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text) + 1]
@@ -105,7 +109,7 @@ def _split_into_parts(text: str) -> Iterator[str]:
 
 
 def is_quoted(info: SampledInfo, text: str) -> bool:
-    """Return whether a text contains an excerpt of one of a turn's tool calls, or at least half of the excerpts of the turn's text."""
+    """Return whether a text contains an excerpt of a turn's tool calls or, if the turn has no calls, at least half of its excerpts."""
     found = sum(excerpt in text for excerpt in info.excerpts)
     return found > 0 and (bool(info.arguments) or 2 * found >= len(info.excerpts))
 

@@ -8,7 +8,7 @@ unknown     a conversation whose purpose cannot be determined
 superseded  sampled, but then retried, abandoned or not delivered
 aborted     cut short, for example because the agent closed the connection
 
-The kinds of evidence are considered in this order, and the first one that decides the role wins:
+Evidence is considered in this order, and the first kind that decides the role wins. Signals and rules are considered together:
 
 delivery    how the turn ended: it was cut short, lost or replaced
 signal      what the agent states in headers or fields: a role, a thread, a parent thread
@@ -16,8 +16,8 @@ rule        what the agent's description declares about system prompts, messages
 structure   which conversations continue or quote each other, and how long the answers are
 none        nothing decided, so the role is `unknown`
 
-The rules of the agent's description also read the roles that the agent states in headers or fields. The first rule that matches is used,
-so a rule about a system prompt can take precedence over a rule about a header.
+The rules also read the roles that the agent states in headers or fields. The first rule that matches is used, so a rule about a system
+prompt can take precedence over a rule about a header.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def decide_roles(trace: Trace) -> dict[int, RoleDecision]:
 class _Nodes:
     """The turns of a trace, and the contexts that matter for roles, collected in one pass.
 
-    The pass must be fast, because roles are computed often and most traces are a single conversation.
+    The pass must be fast, because roles are computed often.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -243,11 +243,12 @@ class _Structure:
     # ── what each conversation is for ───────────────────────────────────────────────────────────────────────────────
 
     def _find_main(self) -> Context | None:
-        """Return the first root of the main line, or None. The main line is the first one with tools, or else the one with the most turns.
+        """Return the first root of the main line, or None.
 
-        If several lines have the most turns, one that is more than a single short answer (such as a title) is preferred, and then one whose
-        answers no other line uses. If several short answers without a common system prompt remain, such as a title and an answer to the
-        user, there is no main line, because their order proves nothing.
+        Conversations that signals mark as side calls or sub-agents are ignored. The main line is the first one with tools. If no line has
+        tools, the line with the most turns is the main one. If several lines have the most turns, one that is more than a single short
+        answer (such as a title) is preferred, and then one whose answers no other line uses. If several short answers without a common
+        system prompt remain, such as a title and an answer to the user, there is no main line, because their order proves nothing.
         """
         with_tools = next((root for root in self._own if root.info.has_tools), None)
         if with_tools is not None:
@@ -363,7 +364,7 @@ class _Structure:
     def _find_alike(self, root: Context) -> Context | None:
         """Return a conversation with the same tools and system prompt, or None.
 
-        A conversation of the main line is preferred. Otherwise, the first one is returned.
+        A conversation of the main line is preferred. Otherwise, return the first one whose role has already been decided.
         """
         found: Context | None = None
         kind = _kind_of(root)

@@ -164,7 +164,7 @@ def find_untrained(
 ) -> dict[int, str]:
     """Return the reason why each turn is not trained, by node id. The reason is "" if the turn is trained.
 
-    `masked` has the nodes whose sampling masks the trainer receives. If it is None, the trainer receives all recorded masks.
+    `masked` contains the nodes whose sampling masks the trainer receives. If it is None, the trainer receives all recorded masks.
     """
     excluded = find_exclusion(trace.refused, policy)
     return {

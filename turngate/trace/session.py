@@ -76,7 +76,7 @@ def limit_message(limit: str) -> str:
 
 
 def raise_if_paused(ending: str) -> None:
-    """Raise a retryable error if `ending` is temporary: the gateway is stopping, or the cell's lease has lapsed. Otherwise, do nothing."""
+    """Raise a retryable error if `ending` is temporary: the gateway is stopping, or the cell's lease has lapsed."""
     if ending == "stopping":
         raise Stopping("the gateway is stopping; retry this call in a moment") from None
     if ending == LAPSED:
@@ -119,7 +119,7 @@ def check_session_id(session_id: str, param: str) -> None:
 def check_rollout(name: str) -> None:
     """Raise `BadRequest` if a rollout name is invalid."""
     if len(name) > MAX_ROLLOUT_CHARS or not name.isprintable():
-        raise BadRequest(f"rollout must be at most {MAX_ROLLOUT_CHARS} printable characters", param="rollout")
+        raise BadRequest(f"'rollout' must be at most {MAX_ROLLOUT_CHARS} printable characters", param="rollout")
 
 
 class CacheUse(msgspec.Struct, frozen=True):
@@ -186,7 +186,7 @@ class Session:
         return bool(self.in_flight or self.pending_tool_calls or self.waiting_for_trace)
 
     def evict(self, load_trace: Callable[[], Trace]) -> None:
-        """Drop the trace from memory. `load_trace` loads it again from the store, which has the whole trace."""
+        """Drop the trace from memory. `load_trace` loads it again from the store, which contains the whole trace."""
         assert not self.busy
         if self._trace is not None:
             self._trace.free()
@@ -268,7 +268,7 @@ class Session:
         return None if seconds is None else self.opened + seconds
 
     async def abort_calls(self, reason: str) -> None:
-        """Abort all calls in flight, and wait until each has recorded its partial result. New calls are refused."""
+        """Abort all calls in flight, and wait until the model calls have recorded their partial results. New calls are refused."""
         self.ending = reason
         for task in list(self.calls):
             task.cancel()

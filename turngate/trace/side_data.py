@@ -1,8 +1,8 @@
 """Side data: named arrays with one value per token, such as the experts that a mixture-of-experts model chose.
 
 The prompt of each call contains the tokens of the calls before it, so engines report values for the same tokens again. A turn stores only
-the values of those prompt and reply tokens that have no value yet on the turn's path. Each token on a path therefore has at most one value,
-from the first call that reported it. Missing values are filled in only by `SideColumn.fill`. No I/O.
+the values of those prompt and reply tokens that have no value yet on the turn's path. Under each name, a token on a path therefore has at
+most one value, from the first call that reported it. Missing values are filled in only by `SideColumn.fill`. No I/O.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
 
 
 def concatenate_values(parts: Sequence[SideValues]) -> SideValues:
-    """Join the values of consecutive tokens. Either all values must be arrays, or all must be lists."""
+    """Concatenate `parts`, each with the values of some tokens. Either all parts must be arrays, or all must be lists."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if arrays:
         return np.concatenate(arrays)
@@ -80,14 +80,14 @@ def decode_values(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) 
     kind = np.dtype(dtype).newbyteorder("<")
     if shape != (VARIABLE,):
         if min(shape, default=0) < 0:
-            raise ValueError(f"shape {shape} is invalid")
+            raise ValueError(f"shape {shape} is invalid, because a dimension is negative")
         return np.frombuffer(data, kind).reshape(-1, *shape)
     count = int(np.frombuffer(data, "<u4", 1)[0])
     sizes = np.frombuffer(data, "<u4", count, 4)
     items = np.frombuffer(data, kind, offset=4 + 4 * count) if len(data) > 4 + 4 * count else np.empty(0, kind)
     if int(sizes.sum(dtype=np.int64)) != len(items):
         raise ValueError(
-            f"the sizes of the lists add up to {sizes.sum(dtype=np.int64)}, but the data has {len(items)} values"
+            f"the sizes of the lists add up to {sizes.sum(dtype=np.int64)}, but the data contains {len(items)} values"
         )
     return RaggedArray.from_sizes(sizes, items)
 
@@ -116,8 +116,8 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
         kinds = [_kind(before[-1].values)]
         if array.first < before[-1].end:
             raise InvalidSideData(
-                f"{array.name} has values for token {before[-1].end - 1} and then for token {array.first}; values must be in token "
-                "order, at most one per token"
+                f"{array.name} has a value for token {before[-1].end - 1} and then one for token {array.first}; values must be in token "
+                "order, with at most one per token"
             )
     else:
         kinds = [(side.dtype, side.shape) for _, _, side in list_ranges(parent, array.name)]
@@ -128,7 +128,7 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
 def _check_array(array: SideArray) -> None:
     if not _NAME.fullmatch(array.name):
         raise InvalidSideData(
-            f"{array.name[:80]!r} is not a valid name; use up to 64 lowercase letters, digits and _, starting with a letter"
+            f"{array.name[:80]!r} is not a valid name; use up to 64 lowercase letters, digits and '_', starting with a letter"
         )
     values = array.values
     if values.dtype.name not in DTYPES:
@@ -208,7 +208,7 @@ def find_first_missing(node: Sampled | None, name: str) -> int:
 
 
 def describe_arrays(arrays: Iterable[SideArray]) -> tuple[SideRange, ...]:
-    """Return the names, ranges, types and shapes of a turn's arrays, which are recorded in its node."""
+    """Describe a turn's arrays for the node of the turn. The arrays themselves are stored separately."""
     return tuple(
         SideRange(array.name, array.first, len(array.values), array.values.dtype.name, array.values.shape[1:])
         for array in arrays
@@ -216,7 +216,7 @@ def describe_arrays(arrays: Iterable[SideArray]) -> tuple[SideRange, ...]:
 
 
 def join_columns(nodes: Sequence[Node], arrays: Mapping[int, Sequence[SideArray]]) -> dict[str, SideColumn]:
-    """Join the arrays of the turns on a path into the columns of the path's row. `arrays` has the arrays of each turn, by node id."""
+    """Join the arrays of the turns on a path into the columns of the path's row. `arrays` maps the node id of each turn to its arrays."""
     parts: dict[str, list[tuple[_Range, SideValues]]] = {}
     start = 0
     for node in nodes:

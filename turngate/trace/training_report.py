@@ -1,7 +1,7 @@
 """Report how much of a rollout is trained. If too little is trained, also report why and what to change. No I/O.
 
-The turns of a rollout's main conversation are expected to be trained. If fewer than half of their tokens are trained, the amount is "few"
-(or "none"), and the report gives the reason that affects the most tokens.
+The turns of a rollout's main conversation are expected to be trained. The amount is "few" if fewer than half of their tokens are trained,
+and "none" if no token of the rollout is trained. In both cases, the report gives the main reason and a fix.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def warning(self) -> str:
         """One line with the reason and the fix, or "" if most tokens are trained.
 
-        It leaves out the report's token counts, so that equal warnings of many rollouts can be counted.
+        The token counts are left out, so that identical warnings about several rollouts can be counted.
         """
         amount = NO_TOKENS if self.amount == "none" else f"{self.amount} tokens are trained"
         return "" if self.amount == "most" else f"{amount}: {self.reason}; {self.fix}"
@@ -60,11 +60,11 @@ def report_training(
     failure: str = "",
     masked: Collection[int] | None = None,
 ) -> TrainingReport:
-    """Report how much of a trace is trained. `role_of` has the role of each turn, by node id.
+    """Report how much of a trace is trained. `role_of` maps the node id of each turn to its role.
 
     `excluded` says why the whole rollout is not trained, whatever its trace contains. `failure` is the fault that ended the rollout, such
-    as an engine that is down. `masked` has the nodes whose sampling masks the trainer receives. If it is None, the trainer receives all
-    recorded masks.
+    as an engine that is down. `masked` contains the nodes whose sampling masks the trainer receives. If it is None, the trainer receives
+    all recorded masks.
     """
     reasons = find_untrained(trace, role_of, policy, masked)
     turns = list(trace.turns())
@@ -107,8 +107,8 @@ def _find_main_turns(
 ) -> list[Sampled]:
     """Return the turns that are expected to be trained.
 
-    These are the turns with the role `main` or, if the policy does not train `main`, with any role that it trains. If there are none,
-    return all turns that were neither superseded nor aborted. If there are none of these either, return all turns.
+    These are the turns with the role `main` or, if the policy does not train `main`, with any role that the policy does train. If there
+    are none, return all turns that were neither superseded nor aborted. If there are none of these either, return all turns.
     """
     expected = ("main",) if "main" in policy.roles else policy.roles
     main = [turn for turn in turns if role_of[turn.id] in expected]
@@ -118,7 +118,7 @@ def _find_main_turns(
 def _explain(
     trace: Trace, main: Sequence[Sampled], reasons: Mapping[int, str], policy: TrainingPolicy
 ) -> tuple[str, str]:
-    """Return the reason that keeps the most tokens from being trained, and how to fix it."""
+    """Return the main reason why tokens are not trained, and a fix."""
     if trace.refused is not None and (find_exclusion(trace.refused, policy) or not main):
         return _describe_refused(trace.refused), _SERVE_CALL
     weights: Counter[str] = Counter()
@@ -135,7 +135,7 @@ def _explain(
 
 
 def _explain_reason(reason: str) -> tuple[str, str]:
-    """Return what happened to turns with this reason, as a phrase that completes "all main turns …", and how to fix it."""
+    """Describe a reason in a phrase that completes "all main turns …", and return the phrase with a fix."""
     if reason.startswith(_BIASED):
         return _explain_bias(reason.removeprefix(_BIASED))
     if reason.startswith(NEEDS_MASK):

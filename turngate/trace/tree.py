@@ -109,7 +109,7 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 class _TokenNode:
     """A node's ids. They are kept as an array until the node becomes part of a prompt, then as the JSON that engines expect.
 
-    The ids are thus encoded only once, not on every turn. The JSON replaces the array and takes a third more memory.
+    The ids are thus not encoded again on every turn. The JSON replaces the array and takes about a third more memory.
     """
 
     __slots__ = ("_array", "encoded", "size")
@@ -225,14 +225,14 @@ class Trace:
     def count_repeated(self, request: RequestMessages) -> int:
         """Return how many messages at the start of a request repeat a recent request byte for byte.
 
-        `locate` compares only the remaining messages by meaning.
+        `locate` usually compares only the remaining messages by meaning.
         """
         return self._start_at_recent(request)[1]
 
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
         """Return the deepest node up to which the request repeats a recent one byte for byte, and the number of messages up to there.
 
-        This is the fast path.
+        This is the fast path. If nodes on the path have twins, it ends before the first of them.
         """
         best: tuple[Node | None, int] = (None, 0)
         for recent in self._recent:
@@ -423,8 +423,8 @@ def _is_rewritten(message: Message, info: SampledInfo) -> bool:
     """Return whether a message repeats a turn with rewritten arguments. The message must have the turn's text and call ids.
 
     Agents keep arguments as their tools received them: with defaults added, "5" converted to 5, or a needless `cd` or blanks removed.
-    The gateway chose the call ids, so equal ids mean the same turn, and the sampled ids stay the source of truth. If an agent cuts most of
-    a call's long arguments, however, it intends to remove that text from the context. That is an edit.
+    Call ids are normally unique, so equal call ids mean the same turn, and the sampled token ids stay the source of truth. If an agent cuts
+    most of a call's long arguments, however, it intends to remove that text from the context. That is an edit.
     """
     sizes = argument_sizes(message)
     return (

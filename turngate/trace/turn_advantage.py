@@ -1,12 +1,13 @@
 """Compute the advantages of individual turns from the rewards of turns and rollouts.
 
 The trained turns of a rollout are numbered from 1 in the order in which they were recorded. Turn t of rollout i earns r(i,t), the sum of
-its rewards. The rollout's own reward is added to its last trained turn, unless rewards of kind `part` already distribute it. The rewards of
-a turn that is not trained count for the trained turn before it. The return of a turn is the discounted sum of what it and later turns earn:
+its rewards. The rollout's own reward also counts for its last trained turn, unless rewards of kind `part` already distribute it. The
+rewards of a turn that is not trained count for the last trained turn before it, if there is one. The return of a turn is the discounted sum
+of what it and later turns earn:
 
     G(i,t) = r(i,t) + gamma · G(i,t+1)
 
-The advantage compares this return with other returns of the group, by the feed's or export's method (`advantage.py`):
+The advantage compares this return with other returns of the group, using the advantage method of the feed or export (`advantage.py`):
 
     turn_index   with the returns of the turns with the same number t, in all rollouts that have at least t trained turns
     all_turns    with the returns of all trained turns of the group; `leave_one_out` leaves out those of the same rollout
@@ -64,13 +65,13 @@ class ScoredRollout(msgspec.Struct, frozen=True):
 
 
 class TurnAdvantages(msgspec.Struct, frozen=True):
-    """The advantages of a rollout's trained turns, by node id. `missing` says why there are none."""
+    """The advantages of a rollout's trained turns, by node id. If they cannot be computed, `missing` says why."""
 
     values: Mapping[int, float | None] = {}  # None: no other turn to compare it with
     missing: str = ""
 
     def of_row(self, row: Sample) -> tuple[float | None, ...]:
-        """Return one advantage per span of a row. The advantage is None if the row does not train the turn."""
+        """Return one advantage per span of a row: None if the row does not train the span's turn, or if that turn has no advantage."""
         return tuple(self.values.get(span.node) if span.trained else None for span in row.spans)
 
 
@@ -96,7 +97,7 @@ def compute_turn_advantages(
 
 
 def _explain_missing(rollout: ScoredRollout) -> str:
-    """Return why a rollout's turns have no advantages, or an empty string if they do."""
+    """Return why a rollout gets no turn advantages, or an empty string if it gets them."""
     if rollout.reward is None:
         return "it has no reward that counts"
     if rollout.turn_rewards is None:
@@ -147,7 +148,10 @@ def _subtract_mean(own: Sequence[float], others: Sequence[float]) -> list[float 
 
 
 def spread_advantages(tokens: int, spans: Sequence[RowSpan], advantages: Sequence[float | None]) -> np.ndarray:
-    """Return the advantage at each token of a row, as float32. `advantages` has one value per span. Tokens without an advantage are NaN."""
+    """Return the advantage at each token of a row, as float32, with NaN for tokens without an advantage.
+
+    `advantages` has one value per span, or is empty.
+    """
     spread = np.full(tokens, np.nan, np.float32)
     for span, advantage in zip(spans, advantages or (None,) * len(spans), strict=True):
         if span.trained and advantage is not None:

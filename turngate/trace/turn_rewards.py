@@ -43,7 +43,7 @@ class TurnReward(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class RowReward(msgspec.Struct, frozen=True):
-    """The reward of a turn that a row trains, and the range of the row's tokens that the reward is for."""
+    """A reward of a turn that a row trains, and the range of the row's tokens to which the reward applies."""
 
     node: int
     start: int
@@ -75,7 +75,7 @@ class ToolCallRecord(msgspec.Struct, frozen=True):
 def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> None:
     """Raise `BadRequest`, with the name of the field, if a turn reward is invalid or the parts do not add up to `reward`."""
     if rewards and reward is None:
-        raise _invalid("", "must be empty if reward is null")
+        raise _invalid("", "must be empty if 'reward' is null")
     for n, one in enumerate(rewards):
         if not math.isfinite(one.value) or is_too_large(one.value):
             raise _invalid(
@@ -193,7 +193,7 @@ def reward_tool_calls(
 
 
 def list_turn_records(trace: Trace, messages: Mapping[int, bytes]) -> list[TurnRecord]:
-    """Return the facts about all turns of a trace. `messages` has the reply of each turn as JSON, by node id."""
+    """Return the facts about all turns of a trace. `messages` contains the reply of each turn as JSON, by node id."""
     return [_describe_turn(turn, msgspec.json.decode(messages[turn.id], type=Message)) for turn in trace.turns()]
 
 
@@ -210,12 +210,12 @@ def _describe_turn(turn: Sampled, reply: Message) -> TurnRecord:
 
 
 def describe_calls(reply: Message) -> str:
-    """Return the names and arguments of the tool calls of a reply, as one text."""
+    """Return the names and arguments of the tool calls in a reply, as one text."""
     return "\n".join(f"{call.name} {call.arguments}" for call in reply.tool_calls)
 
 
 def spread_rewards(tokens: int, rewards: Iterable[RowReward]) -> np.ndarray:
-    """Return the reward at each token of a row, as float32: each reward at the last of its tokens, and 0 elsewhere."""
+    """Return an array with one float32 per token of a row. Each reward is added at the last token of its range; other tokens have 0."""
     spread = np.zeros(tokens, np.float32)
     for reward in rewards:
         spread[reward.end - 1] += reward.value

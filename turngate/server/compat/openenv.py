@@ -286,7 +286,7 @@ def _parse_sampling(body: OpenEnvSessionBody) -> dict[str, Json]:
         raise BadRequest("eval_sampling requires purpose 'eval'", param="eval_sampling")
     if body.purpose == "eval":
         if body.sampling is not None:
-            raise BadRequest("sampling is only for training; use eval_sampling for an evaluation", param="sampling")
+            raise BadRequest("'sampling' is only for training; use 'eval_sampling' for an evaluation", param="sampling")
         return _check_sampling("eval_sampling", body.eval_sampling or {}, _EVAL_SAMPLING)
     sampling = _check_sampling("sampling", body.sampling or {}, ("temperature", *_NEUTRAL))
     if sampling and not sampling.get("temperature"):

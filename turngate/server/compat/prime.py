@@ -1,10 +1,11 @@
 """The API of prime-rl's rollout gateway: `/v1/rollouts/{id}/register | chat/completions | trajectory | cancel | unregister`.
 
-Requests and replies have the same fields as prime-rl's. This implementation differs in a few ways. `register` also returns the
-session's secret (`api_key`), `cancel` aborts the generation, and `unregister` is idempotent. History is never tokenized again, replies
-are streamed as they are sampled, idle rollouts expire, and the agent receives no token data. The routes require the admin key or an API key
-with one of the route's scopes, unless `open_loopback` admits loopback clients without a key. `chat/completions` also accepts the session's
-secret.
+Requests and replies have the fields of prime-rl's API, and `register` also returns the session's secret (`api_key`). The behavior differs
+in a few ways: `cancel` aborts the generation, `unregister` is idempotent, history is never tokenized again, replies are streamed as they
+are sampled, idle rollouts expire, and the agent receives no token data.
+
+The routes require the admin key or an API key with one of the route's scopes, unless `open_loopback` admits loopback clients without a
+key. `chat/completions` also accepts the session's secret.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ _MAX_STREAMS = 128
 
 
 class CursorQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the id of the last event received. Without it, the stream starts with the next event."""
+    """Query parameters. `after` is the id of the last event received. The header `Last-Event-ID` takes precedence over it.
+
+    With neither, the stream starts with the next event.
+    """
 
     after: str = ""
 

@@ -1,7 +1,7 @@
 """The web page's static files, read once from `turngate/ui`, and the security headers of every response under `/page`.
 
-The page shows arbitrary text from agents. The headers allow the page to load and run only these files, forbid content sniffing, and prevent
-other sites from framing or reading the page.
+The page shows arbitrary text from agents. The headers restrict scripts, styles and requests to this server, forbid content sniffing, and
+prevent other sites from framing or reading the page.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def is_page_path(path: str) -> bool:
 
 
 def add_security_headers(send: Send) -> Send:
-    """Wrap `send` so that it adds the security headers to every response, including errors."""
+    """Wrap `send` so that every response has the security headers, and `cache-control: no-store` unless it sets a different value."""
 
     async def send_with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

@@ -134,7 +134,7 @@ class PageLogin:
     def _read(self, cookie: str) -> tuple[bytes, float] | None:
         """Return a cookie's bytes and expiry time.
 
-        Return None if the cookie is forged or has expired, or if its API key is no longer valid.
+        Return None if the cookie is invalid or has expired, or if its API key is no longer valid.
         """
         prefix, _, token = cookie.rpartition(".")
         api_key = self._find_key(cookie)
@@ -175,7 +175,10 @@ def require_same_origin(request: Request) -> None:
         return
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower():
-        raise Forbidden(f"origin {origin[:200]!r} is a different site; only the page itself may send this request")
+        raise Forbidden(
+            f"origin {origin[:200]!r} does not match the Host header; only the page itself may send this request, and a proxy must not "
+            "change the Host header"
+        )
 
 
 def set_login_cookie(response: Response, request: Request, token: str, seconds: float) -> Response:

@@ -36,7 +36,10 @@ class PageReader:
         self.views = ViewCache(tokenizer, self._shared or Overview())
 
     async def keep_lists_current(self) -> None:
-        """Update the lists of a shared store until cancelled, so that requests need not do it. Return at once for any other store."""
+        """Update the lists of a shared store until cancelled or closed, so that requests need not do it.
+
+        For any other store, return at once.
+        """
         while self._shared is not None:
             is_complete = True
             try:

@@ -111,7 +111,7 @@ class ActionRoutes:
         return await self._row(request)
 
     async def retry(self, request: Request) -> Response:
-        """Ask the rollout's batch for another attempt. The request is stored, so a batch that is not running now reads it later."""
+        """Ask the rollout's batch for another attempt. The request is stored, so a batch that is not running reads it once resumed."""
         session = request.path_params["id"]
         row, why_not = await self._reader.run(partial(self._views.overview.check_retry, session=session))
         if why_not:

@@ -1,7 +1,7 @@
 """The web page and its API, under `/page`.
 
-All data is read from the store. With several workers, any worker serves the lists. Requests that name a rollout are routed to the worker
-that owns the rollout, because only that worker can end it.
+With several workers, any worker can serve the lists, which are read from the store. Requests that name a rollout are routed to the worker
+that owns the rollout, because only that worker knows its live state and can end it.
 """
 
 from __future__ import annotations

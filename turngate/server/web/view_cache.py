@@ -1,4 +1,4 @@
-"""The read models behind the web page, with caches of the overview and of recently viewed rollouts."""
+"""The read models behind the web page, with caches of recently viewed rollouts and of facts about ended ones."""
 
 from __future__ import annotations
 
@@ -160,9 +160,10 @@ class ViewCache:
         return self.overview.members(store, row.group) if row.group else [(session, key)]
 
     def training_reward(self, store: Store, *, session: str, key: int) -> float | None:
-        """Return the reward that a feed would use, or None if the rollout has no reward or no trainable tokens."""
+        """Return the reward from which an export computes advantages, or None if the rollout has no reward or no exported rows."""
         outcome = _read_outcome(store, key)
-        return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
+        exported = self.facts(store, session=session, key=key)["exported_rows"]
+        return outcome.reward if outcome is not None and exported else None
 
     def trains(self, store: Store, *, session: str, key: int) -> bool:
         """Return whether a rollout has trainable tokens."""
@@ -213,6 +214,7 @@ _NO_FACTS: dict[str, Json] = {
     "sampled_tokens": None,
     "trained_tokens": None,
     "rows": None,
+    "exported_rows": None,
     "roles": {},
     "entropy": None,
     "entropy_tokens": 0,
@@ -220,6 +222,7 @@ _NO_FACTS: dict[str, Json] = {
     "anew": {},
     "versions": [],
 }
+_INTERNAL_FACTS = ("anew", "exported_rows")  # left out of the page's API
 
 
 def summarize_drift(name: str, rollouts: list[dict[str, Json]]) -> dict[str, Json]:
@@ -236,7 +239,7 @@ def summarize_drift(name: str, rollouts: list[dict[str, Json]]) -> dict[str, Jso
     ]
     return {
         "group": name,
-        "rollouts": [{field: value for field, value in facts.items() if field != "anew"} for facts in rollouts],
+        "rollouts": [{field: facts[field] for field in facts if field not in _INTERNAL_FACTS} for facts in rollouts],
         "entropy": _mean_entropy(rollouts),
         "entropy_tokens": sum(facts["entropy_tokens"] for facts in rollouts),
         "entropy_what": _ENTROPY,
@@ -245,7 +248,7 @@ def summarize_drift(name: str, rollouts: list[dict[str, Json]]) -> dict[str, Jso
 
 
 def summarize_entropy(rollouts: Sequence[tuple[int, dict[str, Json]]]) -> dict[str, Json]:
-    """Summarize entropy by policy version. `rollouts` has the version and the facts of each rollout, sorted by version."""
+    """Summarize entropy by policy version. `rollouts` contains each rollout's version and facts, and is sorted by version."""
     versions: list[Json] = []
     for version, members in groupby(rollouts, lambda rollout: rollout[0]):
         read = [facts for _, facts in members if facts["entropy_tokens"]]

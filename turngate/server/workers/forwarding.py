@@ -1,10 +1,10 @@
 """Forward a request that reached the wrong worker to the worker that owns its session.
 
 The front (the parent process, which accepts connections) assigns most connections to the right worker, based on their first request. It
-cannot do so for connections that serve several sessions, for requests that open sessions, or for requests whose secret does not contain the
-session's slot, the number that determines the worker. A request that reached the wrong worker is forwarded unchanged over the owner's
-private Unix socket, and the reply is streamed back. If the client disconnects, the forwarded request is closed too. A WebSocket is
-forwarded frame by frame. A request that arrived over a private socket is not forwarded again.
+cannot do so for later requests on a connection that serves several sessions, for requests that open sessions, or for requests whose secret
+does not contain the session's slot, the number that determines the worker. A request that reached the wrong worker is forwarded over the
+owner's private Unix socket, and the reply is streamed back. If the client disconnects, the forwarded request is cancelled too. A WebSocket
+is forwarded frame by frame. A request that arrived over a private socket is not forwarded again.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class PeerWorkers:
             # This error lacks the response's body, so the request is repeated without aiohttp's WebSocket client.
             async with self.request(number, "GET", target, [*headers, *_HANDSHAKE]) as response:
                 if response.status == 101:
-                    raise Stopping("the worker for this request has restarted; retry the request") from None
+                    raise Stopping(
+                        "this WebSocket was refused at first, but would now be accepted; retry the request"
+                    ) from None
                 raise SocketRefused(response.status, tuple(response.raw_headers), await response.read()) from None
 
     async def _connect(
@@ -218,7 +220,10 @@ class ForwardingApp:
         return self._gateway.auth.is_admin(bearer_key(Request(scope)))
 
     def _owner(self, scope: Scope) -> int:
-        """Return the worker that owns the session in the request's path or key, or this worker if the request names no session."""
+        """Return the number of the worker that owns the session in the request's path or key.
+
+        If the request names no session, return this worker's number.
+        """
         if named := SESSION_PATH.match(scope["path"].encode("utf-8", "surrogatepass")):
             return self._shard.owner(named[1].decode("utf-8", "surrogatepass"))
         match = self._dialect_routes.match(scope["path"])
@@ -228,7 +233,10 @@ class ForwardingApp:
         return self._shard.number if session_id is None else self._shard.owner(session_id)
 
     def _is_authorized(self, scope: Scope) -> bool:
-        """Return whether the request has a valid key or, for the page, a valid cookie."""
+        """Return whether the request is authorized.
+
+        The page needs a valid cookie. Other requests need a valid key, unless `Auth.trusts` accepts them without one.
+        """
         project = self._gateway.choose(scope)
         if is_page_path(scope["path"]):
             return project.page.login.expiry_of(Request(scope).cookies.get(COOKIE, "")) is not None

@@ -68,7 +68,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """A worker's report that it is ready, or the error that prevents it from starting."""
+    """A worker's report that it is ready or, if `error` is set, that it cannot start."""
 
     error: str = ""
 
@@ -242,20 +242,20 @@ class WorkerProcess:
             try:
                 code = await self._run_process(stopping)
             except OSError as error:
-                code, self._error = 1, f"worker {self._number} cannot be started: {error.strerror}"
+                code, self._error = 1, f"the worker's process cannot be started: {error.strerror}"
             if stopping.is_set():
                 return
             why = self._error or (f"signal {-code}" if code < 0 else f"exit code {code}")
             if first and not self.ready.is_set():
                 raise ConfigError(
                     self._error
-                    or f"worker {self._number} exited before it was ready ({why}); see its log for the cause"
+                    or f"worker {self._number} exited before it was ready ({why}); see the gateway's log for the cause"
                 )
             first = False
             self.ready.clear()
             short_runs = 0 if time.monotonic() - began > STABLE_S else short_runs + 1
             pause = BACK_OFF_S[min(short_runs, len(BACK_OFF_S) - 1)]
-            log.warning("worker %d exited (%s); restarting%s", self._number, why, f" in {pause} s" * bool(pause))
+            log.warning("worker %d is down (%s); restarting%s", self._number, why, f" in {pause} s" * bool(pause))
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), pause)
 

@@ -1,4 +1,4 @@
-"""A worker process: a complete gateway that receives its connections from the front, the parent process (`front.py`).
+"""A worker process: a complete gateway that receives its clients' connections from the front, its parent process (`front.py`).
 
 The front runs `python -m turngate.server.workers.worker` and writes a `WorkerStart` to the worker's standard input.
 """
@@ -107,7 +107,7 @@ class WorkerGateway:
         await self.gateway.stop()
 
     async def _serve_inside(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve requests from other workers, forwarded requests and, in worker 0, the routes that concern all workers."""
+        """Serve requests that other workers make or forward. Worker 0 also serves the routes that concern all workers."""
         if scope["type"] == "websocket":
             await self.gateway(scope, receive, send)
         elif scope["path"].startswith(INTERNAL_PREFIX) and self._is_from_peer(scope):
