@@ -40,10 +40,11 @@ class DataFolderInUse(ConfigError):
 
 
 class NoRecordings(ConfigError):
-    """The data folder has no store."""
+    """The store does not exist yet."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(
+    @classmethod
+    def in_folder(cls, folder: Path) -> NoRecordings:
+        return cls(
             f"data: no recordings in {folder.absolute()}; run this command in the folder where you ran `turngate run` or "
             "`turngate serve`, or pass the same --data folder",
             param="data",
@@ -168,7 +169,7 @@ class Stopping(TurngateError):
 
 
 class LeaseLapsed(Stopping):
-    """The cell's lease has lapsed. The same call can succeed once the cell reaches the shared store again."""
+    """The cell does not hold a lease at the moment. The same call can succeed once the shared store has granted or renewed one."""
 
     kind = "lease_lapsed"
 

@@ -15,6 +15,8 @@ from turngate.cli.prune import parse_age
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 from turngate.gateway import retention
+from turngate.store.audit import NewAuditEntry
+from turngate.store.projects import ProjectRow
 from turngate.store.pruning import PruneResult, prune
 from turngate.store.store import Store
 
@@ -37,6 +39,14 @@ async def record(data: Path) -> list[str]:
         refused = await asyncio.to_thread(run_rejected, "prune", "--data", data, "--older-than", "0m")
         assert "is in use by another turngate process" in refused
         return [*sessions, opened.id]
+
+
+def test_dry_run_leaves_out_projects_without_a_store(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.projects.create(ProjectRow("acme"), NewAuditEntry("operator", "acme", "project created", "acme", {}))
+    store.close()
+    dry = run_cli("prune", "--data", tmp_path, "--older-than", "1h", "--dry-run")
+    assert dry.exit_code == 0 and dry.stdout == "would remove 0 sessions; kept 0 sessions\n"
 
 
 async def test_pruned_sessions_can_be_verified_and_exported_from_the_archive(tmp_path: Path) -> None:

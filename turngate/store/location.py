@@ -36,17 +36,23 @@ def open_store_for_reading(data: str | Path) -> Store:
 def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[str, Store]]:
     """Yield each project's name and store. The first project is `default`, whose store is the one that `data` names.
 
-    Each store is closed when the next one is requested. Raise `ConfigError` if there is no store.
+    Each store is closed when the next one is requested. With `read_only`, projects that have no store yet are left out. Raise
+    `NoRecordings` if `data` names no store.
     """
     if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
-        raise NoRecordings(Path(data))
+        raise NoRecordings.in_folder(Path(data))
     if is_database_url(data):
         open_store_for_reading(data).close()  # raises an error if there are no tables; `open_store` would create them
     names = [DEFAULT_PROJECT]
     while names:
         name = names.pop(0)
         where = locate_project(data, name)
-        store = open_store_for_reading(where) if read_only else open_store(where)
+        try:
+            store = open_store_for_reading(where) if read_only else open_store(where)
+        except NoRecordings:
+            if name == DEFAULT_PROJECT:
+                raise
+            continue
         try:
             if name == DEFAULT_PROJECT:
                 names += [project.name for project in store.projects.list_projects() if project.name != name]

@@ -79,7 +79,7 @@ class SqliteDatabase:
     def _connect_for_reading(self, folder: Path) -> None:
         path = folder / "turngate.db"
         if not path.is_file():
-            raise NoRecordings(folder)
+            raise NoRecordings.in_folder(folder)
         self.path = path
         self.durability = "process"
         try:

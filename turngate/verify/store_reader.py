@@ -440,7 +440,7 @@ class SessionReader:
         self.path = folder
         file = folder / "turngate.db"
         if not file.is_file():
-            raise NoRecordings(folder)
+            raise NoRecordings.in_folder(folder)
         self._db = _open_database(file)
         self._db.row_factory = sqlite3.Row
         self._db.text_factory = _decode_text

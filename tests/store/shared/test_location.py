@@ -19,4 +19,8 @@ def test_an_empty_database_is_refused_and_projects_are_found(postgres_url: str) 
     store = open_shared(postgres_url)
     store.projects.create(ProjectRow("acme"), NewAuditEntry("operator", "acme", "project created", "acme", {}))
     store.close()
+    assert [name for name, _ in open_all_projects(postgres_url, read_only=True)] == [
+        "default"
+    ]  # acme has no tables yet
     assert [name for name, _ in open_all_projects(postgres_url)] == ["default", "acme"]
+    assert [name for name, _ in open_all_projects(postgres_url, read_only=True)] == ["default", "acme"]

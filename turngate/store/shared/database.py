@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turngate.common.database_url import ENCODE_HINT, DatabaseUrl
-from turngate.errors import ConfigError, StoreError
+from turngate.errors import ConfigError, NoRecordings, StoreError
 from turngate.store.connection import Durability
 from turngate.store.schema import SCHEMA_VERSION
 from turngate.store.shared import tables
@@ -130,7 +130,8 @@ class SharedDatabase:
             found = f"has version {version}" if version else "has no tables"
             # A project's store cannot be served alone.
             main = self.url.name.removesuffix(f"/projects/{self.url.project}")
-            raise ConfigError(
+            problem = ConfigError if version else NoRecordings
+            raise problem(
                 f"data: the shared store {self.url.name} {found}; "
                 f"start `turngate serve --data {main}` once to bring it to version {tables.SHARED_VERSION}",
                 param="data",
