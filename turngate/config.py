@@ -296,7 +296,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return parse_database_url(self.data).name if self.is_shared else self.data
 
     def check(self) -> ServeConfig:
-        """Validate each setting and the constraints between settings, and return this object."""
+        """Validate the settings and the constraints between them, and return this object."""
         if self.is_shared:
             self._check_shared()
             return self

@@ -96,7 +96,7 @@ def cache_folder(installed: Installation) -> Path:
 def fingerprint(spec: AgentSpec) -> str:
     """Return a fingerprint of the agent's command, input, environment and files.
 
-    A failed build of the cache is not repeated until the fingerprint or the Node binary changes.
+    A build that stored no code is not repeated until the fingerprint or the Node binary changes.
     """
     parts = msgspec.to_builtins((spec.command, spec.stdin, spec.env, spec.files))
     return f"{spec.name} {hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]}\n"
@@ -137,7 +137,7 @@ def _share(cache: Path) -> None:
 
 
 def _run(spec: AgentSpec, installed: Installation, url: str, options: list[str]) -> str:
-    """Run the agent once, with options for Node. Return the last line of its output."""
+    """Run the agent once, with options for Node. Return the last line of its output, or a note if the run timed out."""
     with tempfile.TemporaryDirectory(prefix="home-", dir=Path(options[-1]).parent) as home:
         work = Path(home, "work")
         work.mkdir()

@@ -1,10 +1,10 @@
-"""Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`, plus `-py<version>` for pip packages.
+"""Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`, plus `-py<Python version>` for pip packages.
 
 Without `$TURNGATE_CACHE`, the cache is `~/.cache/turngate`.
 
-An installation is mounted read-only into sandboxes. There, it needs only a Node binary at a known path, or a Python of the right version.
-It contains no host paths, because sandboxes may mount it at another path. The programs in its `bin` folder find their packages
-relative to their own location.
+Isolating sandboxes mount an installation read-only, and remote sandboxes get a copy of it. There, it needs only a Node binary at a known
+path, or a Python of the right version. It contains no host paths, because its path in a sandbox may be different. The programs in its
+`bin` folder find their packages relative to their own location.
 
 An installation is complete if its folder contains a marker file with the fingerprint of the current recipe. It is built in a temporary
 folder and moved into place under a lock, so several processes may request the same installation at the same time. A complete

@@ -122,7 +122,7 @@ class BlockingClient:
 def _register_at_exit() -> None:
     """Close all clients when Python exits.
 
-    `atexit` would be too late, because thread pools no longer accept work then, and removing a sandbox needs a thread. The hooks
+    `atexit` would be too late: by then, thread pools no longer accept work, and removing a sandbox needs a thread. The hooks
     of `threading` run earlier, in reverse order of registration, so this function adds one. The import makes sure that the hook that shuts
     down thread pools is already registered, and therefore runs after this one.
     """

@@ -45,7 +45,10 @@ class ProgressBoard:
         self._updated[state.rollout_id] = time.monotonic()
 
     def lines(self) -> list[str]:
-        """Return the lines to display: one for each running rollout and, if there are several rollouts, a line of counts above them."""
+        """Return the lines to display: one for each running rollout, up to a limit, below a line of counts if there are several rollouts.
+
+        If there is only one rollout, its line is also returned after it has finished.
+        """
         states = list(self._states.values())
         running = [state for state in states if not state.done]
         lines = [self._line(state) for state in running[:_MAX_LINES]]

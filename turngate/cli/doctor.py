@@ -53,7 +53,7 @@ def run_checks(options: DoctorOptions) -> bool:
 
 
 def _select_checks(options: DoctorOptions) -> tuple[str, ...]:
-    """Return the checks that --only names.
+    """Return the names of the checks that were passed as --only.
 
     Raise ConfigError if a check is unknown, if it needs --gateway but --gateway was not passed, or if it cannot run with --gateway.
     """

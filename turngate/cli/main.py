@@ -273,7 +273,7 @@ def mark_restored(
 ) -> None:
     """Mark a store as restored from a backup, so that no session is trained on twice.
 
-    A cell marks the shared store itself if the session that it shipped last is missing there.
+    A cell marks the shared store automatically if the last session that it shipped is missing there.
     """
     from turngate.cli.restored import mark_restored
 
@@ -474,7 +474,11 @@ def remove_engine(
         float, typer.Option(help="Wait up to this many seconds for the engine's calls to finish.")
     ] = 600.0,
     force: Annotated[
-        bool, typer.Option("--force", help="Remove the engine without waiting; its running calls fail.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Remove the engine without waiting. Running calls that have produced tokens fail; the others move to another engine.",
+        ),
     ] = False,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,

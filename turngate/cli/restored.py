@@ -8,7 +8,7 @@ from turngate.store.location import open_all_projects
 
 
 def mark_restored(data: str) -> None:
-    """Mark a store and the stores of its projects as restored. If the store is a data folder, first stop its gateway."""
+    """Mark a store and the stores of its projects as restored. The gateway of a data folder must be stopped first."""
     refuse_password_flag(data)
     for project, store in open_all_projects(data):
         store.restores.note(store.restores.history())

@@ -43,7 +43,7 @@ _LONG = 1200  # characters; longer messages are shortened unless --full is passe
 
 
 class NodeView(msgspec.Struct):
-    """One node of a trace, as `GET /admin/sessions/{id}/trace` returns it."""
+    """The fields of a trace node that `show` uses, in the form in which `GET /admin/sessions/{id}/trace` returns them."""
 
     id: int
     parent: int | None

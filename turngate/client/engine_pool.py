@@ -23,7 +23,7 @@ class EnginePoolClient(GatewayClient):
         )
 
     async def drain_engine(self, url: str) -> EnginesView:
-        """Send no new calls to an engine. Its sessions move to another engine on their next call."""
+        """Stop sending new calls to an engine. Its sessions move to another engine on their next call."""
         return await self._request("POST", "/admin/engines/drain", EnginesView, {"url": url})
 
     async def remove_engine(self, url: str, *, limit_s: float | None = None, force: bool = False) -> EnginesView:

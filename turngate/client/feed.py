@@ -64,7 +64,10 @@ _RESTART_S = 60.0  # how long to wait for a gateway to restart
 
 
 class TakenOver(TurngateError):
-    """Another trainer has taken over this feed, or the feed was deleted. A new reader receives all deliveries that were not committed."""
+    """Another trainer has taken over this feed, or the feed was deleted.
+
+    After a takeover, no delivery is lost: by default, the new reader continues after the last committed one.
+    """
 
     status = 409
     kind = "feed_taken_over"
@@ -255,7 +258,10 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
     @property
     def _until_look_s(self) -> float:
-        """Seconds until the incomplete groups are next checked. At least 1, so that requests are not sent in rapid succession."""
+        """Seconds of waiting until the incomplete groups are checked again.
+
+        The value is at least 1, so that requests are not sent in rapid succession.
+        """
         return max(1.0, self._sizes.next_look_s - self._waited_s)
 
     async def _check_incomplete_groups(self) -> None:
@@ -288,7 +294,7 @@ def _as_integer(name: str, value: SupportsIndex, least: int) -> int:
 
 
 def _check_mark(name: str, expected: str, current: str) -> None:
-    """Raise `OtherFeed` if the current mark is not the expected one. `current` is empty if the feed does not exist."""
+    """Raise `OtherFeed` if the two marks belong to different feeds. `current` is empty if the feed does not exist."""
     if remove_history(expected) != remove_history(current):  # the gateway checks the history
         why, alternative = "it was deleted, or the gateway uses a different data folder", ""
         if current:

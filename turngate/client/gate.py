@@ -5,8 +5,8 @@
             await call.answer(*sample(call.prompt, call.max_tokens, call.sampling))
 
 A call is leased to the trainer that takes it. The lease is renewed while the gate is open and its event loop is running. If the process
-dies, other trainers can take its calls once the leases have expired. Sampling must not block the event loop for so long that a lease
-expires: sample in a thread (`asyncio.to_thread`), or choose a longer lease.
+dies, the leases of its calls expire. Calls that it has answered in part then fail, and other trainers can take the rest. Sampling must not
+block the event loop for so long that a lease expires: sample in a thread (`asyncio.to_thread`), or choose a longer lease.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ _POLL_S = 20.0
 
 
 class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
-    """Takes model calls and answers them. If this process dies, other trainers can take its calls after at most `lease_s` seconds."""
+    """Takes model calls and answers them.
+
+    If this process dies, the leases of its calls expire after at most `lease_s` seconds. Then, other trainers can take the calls, except
+    those that were answered in part, which fail.
+    """
 
     def __init__(self, client: GatewayClient, *, lease_s: float = 60.0) -> None:
         self._client = client

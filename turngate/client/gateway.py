@@ -45,7 +45,7 @@ _event_decoder = msgspec.json.Decoder(GatewayEvent)
 
 
 class GatewayClient(FeedClient):
-    """A client for the admin API, with one method per operation."""
+    """A client for most of the admin API, with one method per operation."""
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
         """Open a session. If the caller chooses the session's id (`session`), it can end the session even if the reply is lost.
@@ -158,10 +158,10 @@ class GatewayClient(FeedClient):
         return (await self._request("GET", f"/admin/attempts?rollout={quote(rollout, safe='')}", AttemptList)).attempts
 
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[SessionOutcome]:
-        """Mark an attempt as superseded, unless it already has an outcome. A superseded attempt can be neither opened nor trained.
+        """Mark an attempt as superseded, unless it already has an outcome.
 
-        If the returned state is not `superseded`, the caller must use the returned outcome. `session` is the id that was chosen for the
-        attempt's session.
+        A superseded attempt can be neither opened nor used for training. If the returned state is not `superseded`, the caller
+        must use the returned outcome. `session` is the id that was chosen for the attempt's session.
         """
         body = {"rollout": rollout, "attempt": attempt, "session": session}
         reply = SupersededAttempt[SessionOutcome]

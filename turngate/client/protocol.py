@@ -169,7 +169,7 @@ class SupersededAttempt(msgspec.Struct, Generic[OutcomeT], frozen=True):
 
 
 class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One training row of a session. `logprobs` contains None for tokens that were not sampled."""
+    """One training row of a session. `logprobs` contains None for tokens that were not sampled or have no log-probability."""
 
     branch: int
     ids: list[int]
@@ -336,7 +336,7 @@ class EventReceipt(msgspec.Struct, frozen=True):
 
 
 class FenceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The policy version, and whether calls are paused for an update."""
+    """The policy version, and whether calls are paused."""
 
     version: int
     paused: bool

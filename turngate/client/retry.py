@@ -1,4 +1,4 @@
-"""Retry requests while a gateway is restarting. All clients use this module."""
+"""Retry requests while a gateway is restarting."""
 
 from __future__ import annotations
 

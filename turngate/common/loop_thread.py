@@ -39,7 +39,7 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """Whether coroutines can be run: False before `start`, after `stop`, and in a forked child process."""
+        """Whether coroutines can be run: False before `start`, after `stop`, and in a forked child process that has not called `start`."""
         return self._loop is not None and not self._is_forked
 
     @property

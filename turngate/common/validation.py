@@ -108,7 +108,10 @@ def path_exists(path: str | os.PathLike[str]) -> bool:
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """Return "; did you mean …?" with the closest known name, or else "; available: …" with all known names. Return "" if none is known."""
+    """Return "; did you mean …?" with the closest known name, or else "; available: …" with all known names.
+
+    Return "" if `known` is empty.
+    """
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"

@@ -18,7 +18,7 @@ Verb = Literal["generate", "stream", "count"]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A route of a dialect. `path` may contain `{model}` as a placeholder for the model name. All routes are called with POST."""
+    """A route of a dialect. `path` may contain `{model}` as a placeholder for the model name. All routes accept POST requests."""
 
     path: str
     verb: Verb = "generate"

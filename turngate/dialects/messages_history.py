@@ -84,8 +84,8 @@ _tool = msgspec.json.Decoder(_WireTool)
 class MessagesHistory:
     """The messages of one request, grouped into turns. Each turn is decoded on demand.
 
-    As in Anthropic's API, consecutive messages with the same role form one turn. `before` is the history of an earlier request whose
-    messages are a prefix of `items`.
+    As in Anthropic's API, consecutive user messages form one turn, and so do consecutive assistant messages. `before` is the history of
+    an earlier request whose messages are a prefix of `items`.
     """
 
     def __init__(
@@ -349,7 +349,10 @@ def _require_name(name: str | None, where: str, tools: MessagesTools | None) -> 
 
 
 def _announce_tool(name: str, tools: MessagesTools | None, where: str) -> str:
-    """Return the text that announces a tool to the model: its definition, or only its name if `tools` is None (in stored messages)."""
+    """Return the text that announces a tool to the model: its definition, or only its name if `tools` is None.
+
+    `tools` is None for stored messages and for requests without tools.
+    """
     return f"The tool {name} is available now." if tools is None else _describe_tool(tools.find(name, where))
 
 

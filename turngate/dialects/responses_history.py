@@ -1,8 +1,8 @@
 """Decode OpenAI Responses conversations: convert items to messages, on demand.
 
 The format splits one turn of the model into several items: reasoning, text and calls. They are grouped here, so that a turn is compared and
-decoded as one message. Consecutive items belong to the same turn, unless the ids that the gateway assigned show that they come from
-different replies. The ids also show which calls belong to the same turn if an agent has placed results between them.
+decoded as one message. Consecutive items of the model belong to the same turn, unless the ids that the gateway assigned show that they come
+from different replies. The ids also show which calls belong to the same turn if an agent has placed results between them.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ CHECKS = (
         where="here",
         timeout_s=5,
         run=machine.check_keys,
-        description="The admin key and the metrics key are long enough, and only their owner can read the key files.",
+        description="The admin key and the metrics key are long enough, and the file `admin-key` is accessible only to its owner.",
     ),
     DoctorCheck(
         name="port",
@@ -216,7 +216,7 @@ def _describe_os_error(error: OSError) -> CheckOutcome:
 
 
 def _build_finding(check: DoctorCheck, result: CheckOutcome, seconds: float) -> Finding:
-    """Build a finding. Secrets and control characters are removed, since parts of the text come from engines and other programs."""
+    """Build a finding. Redact secrets and replace control characters, since parts of the text come from engines and other programs."""
     return Finding(
         check=check.name,
         state=result.state,

@@ -33,10 +33,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """One check: its name and description, what it applies to, its time limit, and the function that runs it.
+    """One check: its name and description, when it can run, its time limit, and the function that runs it.
 
-    `where` says what the check applies to: the machine that will run the gateway (`here`), a running gateway (`gateway`), or both
-    (`anywhere`).
+    `where` says when the check can run: without `--gateway` (`here`), with `--gateway` (`gateway`), or in both cases (`anywhere`).
     """
 
     name: str

@@ -189,8 +189,9 @@ class Gate:
     ) -> list[GateCall]:
         """Wait for calls, and take up to `limit` of the oldest. Return an empty list after `wait_s` seconds, or if the gateway stops.
 
-        A taken call without progress for `lease_s` seconds returns to the queue, or fails if part of its answer was sent. If `lease_s` is
-        None, neither happens; this is meant for a trainer in the gateway's process.
+        A taken call is leased for `lease_s` seconds. Each part of its answer renews the lease, and so does `renew_lease`. When the lease
+        expires, the call returns to the queue, or fails if part of its answer was sent. If `lease_s` is None, the lease never expires; this
+        is meant for a trainer in the gateway's process.
         """
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         end = None if wait_s is None else loop.time() + wait_s
@@ -306,7 +307,7 @@ class Gate:
         ticket.notify()  # wake the waiter: the new deadline may be earlier
 
     def _requeue(self, ticket: Ticket) -> None:
-        """Put a call back at the head of the queue, because it has waited longest."""
+        """Put a call back at the head of the queue, because it has already waited its turn."""
         ticket.lease, ticket.until, ticket.lease_s = "", None, None
         self._queue[ticket.id] = ticket
         self._queue.move_to_end(ticket.id, last=False)

@@ -142,8 +142,8 @@ def make_abort_error(engine: str) -> EngineBusy:
 class map_errors:  # lower case, because it is used like a function
     """A context manager that maps other libraries' exceptions to `TurngateError`s.
 
-    Never use it around a `yield`, because it would also map the exceptions of the code that reads the generator. It is a class because it
-    is entered several times per turn, and `@contextmanager` is ten times slower.
+    Never use it around a `yield`, because it would also map exceptions that are thrown into the generator there, such as those of a `with`
+    block's body. It is a class because it is entered several times per turn, and `@contextmanager` is ten times slower.
     """
 
     __slots__ = ("_engine",)
@@ -468,7 +468,7 @@ class EngineClient:
     def post(self, path: str, body: bytes, headers: Mapping[str, str], large_field: Base64Field | None = None) -> Reply:
         """Return a POST request and its reply as a context manager. The first read sends the request.
 
-        If `large_field` is set, it collects the content of one long field, which is removed from the reply.
+        If `large_field` is set, it takes the content of one long field out of the reply.
         """
         return Reply(self, path, body, headers, large_field)
 

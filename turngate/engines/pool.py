@@ -7,8 +7,8 @@ A *replica* is one engine, with its own health. A *lane* is a destination for ca
   call checks them first.
 - A call that fails *before its first chunk* because its replica is unavailable is retried on another lane, and its session moves
   there. This is safe because the caller has not seen any output. A call that fails because its replica is busy is retried once.
-- If that retry finds a busy replica too, or if all replicas are draining, the call is tried again for up to `wait_s` seconds. The agent
-  sees a slow call, not a failed one.
+- If that retry also finds a busy replica, or there is no other lane for it, the call is tried again for up to `wait_s` seconds. The same
+  applies if all replicas are draining. If a replica accepts the call in this time, the agent sees a slow call, not a failed one.
 - All other errors, and every error after the first chunk, are raised.
 - Replicas can be added, drained and removed while the pool serves calls.
 """

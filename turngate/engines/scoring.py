@@ -1,7 +1,7 @@
 """Engines that score given token ids. They return each token's log-probability in its context, and the most likely tokens at its position.
 
-Scoring calls block. To run several at the same time, make them from several threads. Scores are those of the model's unmodified
-distribution, at temperature 1. `local/scoring.py` scores with a model in this process.
+Their methods are blocking. To send several requests to a server at the same time, use several threads. Scores are those of the model's
+unmodified distribution, at temperature 1. `local/scoring.py` scores with a model in this process.
 """
 
 from __future__ import annotations

@@ -263,9 +263,9 @@ class SGLang:
     async def _reload(self, path: str, mark: str | None, frozen: bool) -> None:
         """Load a model, and set the weight version to `mark`. If `mark` is None, the server has no weight version.
 
-        During the load, the version is a marker that makes the health check reject the engine. After a failed load, the marker stays,
-        because the engine may have the new weights: SGLang also reports a failure if it has loaded them but cannot flush its cache.
-        If `path` is empty, only set the marker, and raise `EngineRejected`.
+        During the load, the version is `mark` with the prefix `_LOADING`, so that the health check rejects the engine. If the load fails,
+        the prefix stays, because the engine may have the new weights: SGLang also reports a failure if it has loaded them but cannot flush
+        its cache. If `path` is empty, only set the version with the prefix, and raise `EngineRejected`.
         """
         if mark is not None:
             await self._set_weight_version(_LOADING + mark)

@@ -54,7 +54,7 @@ class UpdatableReplica(Protocol):
         """Resume sampling. Do nothing if sampling is not paused."""
 
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
-        """Load these weights. Set `frozen` if calls in flight are paused: the engine then keeps its cache, which they need.
+        """Load these weights. Set `frozen` if calls in flight are paused: the engine then keeps its cache if they need it.
 
         If a failed load of a whole model leaves unusable weights, `health` must report the replica as unhealthy. This includes a load
         without any path, of weights whose location is unknown.

@@ -17,7 +17,7 @@ _LEAST = 1e-9  # the smallest share, since rounding errors can leave nothing for
 
 
 class ProjectCalls(msgspec.Struct, frozen=True):
-    """How many calls of each project are running, and how many are waiting for their turn."""
+    """How many calls of each project are running, and how many are waiting."""
 
     running: Mapping[str, int] = {}
     waiting: Mapping[str, int] = {}

@@ -91,7 +91,10 @@ class Events:
         return [] if self._closed else self.page(session, after)  # the store may be closed too
 
     async def prune(self, before: float) -> int:
-        """Remove the events written before the time `before`, and return how many were removed. Turns can run while this is in progress."""
+        """Remove the events written before the time `before`, and return how many were removed. Turns can run while this is in progress.
+
+        Events of sessions in a cell's outbox are kept.
+        """
         removed = 0
         steps = self._log.prune(before)
         while (count := await self._slicer.call(lambda: next(steps, None))) is not None:

@@ -155,7 +155,7 @@ class FairQueue(Generic[T]):
 
 
 class FairShares:
-    """Lets calls through to the engines, or makes them wait their turn while the engines are saturated."""
+    """Lets calls through to the engines, or makes them wait while the engines are saturated or other cells need room."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class FairShares:
 
     @property
     def is_contended(self) -> bool:
-        """Whether calls are waiting, or would have to wait if they arrived now."""
+        """Whether calls are waiting, or a new call of a project with running calls would have to wait."""
         queue = self.queue
         return bool(queue.waiting) or (bool(queue.running) and self.is_saturated())
 

@@ -99,7 +99,7 @@ class Feeds:
         return self.show(name)
 
     async def _fill(self, feed: int) -> None:
-        """Add earlier outcomes to a feed, continuing where another process may have stopped. Numbered deliveries can be read meanwhile."""
+        """Add earlier outcomes to a feed, continuing where another process may have stopped. Turns can run in between."""
         while self._log.is_filling(feed) and self._log.fill(feed, _FILL_STEP):
             self.wake()
             await asyncio.sleep(0)  # let turns run in between
@@ -153,9 +153,9 @@ class Feeds:
         if after is None:
             if self._restores.is_unconfirmed(row.key):
                 raise Conflict(
-                    f"{restored}. The feed's newest delivery is now {row.newest}, and the last committed one is {row.committed}; later "
-                    f"commits may be lost. Open the feed with 'after' set to the number in your checkpoint, or to {row.committed} if "
-                    "no later delivery was trained on",
+                    f"{restored}. The feed's newest delivery is now {row.newest}, and the last committed one is {row.committed}; commits "
+                    "made after the backup may have been lost. Open the feed with 'after' set to the delivery number in your checkpoint, "
+                    f"or to {row.committed} if no later delivery was trained on",
                     param="after",
                 )
             return

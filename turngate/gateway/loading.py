@@ -34,8 +34,8 @@ T = TypeVar("T")
 class TimeSlicer:
     """Runs jobs in slices. The slices of all jobs share about `slice_s` seconds of CPU time, then give way to other work.
 
-    A turn needs many iterations of the event loop. It would wait for slices in each of them if these gave way for only one iteration. Jobs
-    of `run`, which turns may wait for, alternate with jobs of `call`, however many jobs of `call` there are.
+    A turn needs many iterations of the event loop. If slices gave way for only one iteration, the turn would wait for slices in each of its
+    iterations. Jobs of `run`, which turns may wait for, alternate with jobs of `call`, however many jobs of `call` there are.
     """
 
     def __init__(self, slice_s: float = _SLICE_S) -> None:

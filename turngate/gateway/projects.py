@@ -42,7 +42,7 @@ _MAX_WEIGHT = 1000.0
 
 
 class Projects:
-    """The projects of a gateway. A change takes effect in this process immediately, and in others within seconds."""
+    """The projects of a gateway. A change takes effect in every process within seconds."""
 
     def __init__(
         self,

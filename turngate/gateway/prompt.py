@@ -106,7 +106,7 @@ class PromptBuilder:
             return _render(session, location, preamble, renderer)
 
     async def _compute_meanings(self, session: Session, request: RequestMessages) -> None:
-        """If many messages do not repeat a recent request of the session, compute their meanings in slices and keep them in `request`."""
+        """If many messages of `request` are not repeated from a recent request, compute their meanings in slices. `request` keeps them."""
         start = session.trace.count_repeated(request)
         if len(request) - start > _MAX_INLINE_MESSAGES:
             await self._slicer.run(partial(_compute_slice, request, iter(range(start, len(request)))))

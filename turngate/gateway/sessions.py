@@ -300,7 +300,7 @@ class Sessions:
     async def abort_all_calls(self) -> None:
         """Abort all calls, because the gateway is stopping or the project was deleted.
 
-        Each call records its partial turn and asks its agent to retry.
+        Model calls record the tokens sampled so far. Agents are asked to retry their calls.
         """
         self._stopping = True
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))

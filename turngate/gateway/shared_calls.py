@@ -2,8 +2,8 @@
 
 Each process of a cell sends its counts with its reports to the shared fence (`shared_fence.py`), and then reads the counts of the other
 processes. No call waits for this. Counts expire after two fifths of the lease, which is twice the time between regular reports. No counts
-are sent while calls are held at the fence, as they are after the lease has lapsed, or while no engine accepts calls. A process that cannot
-reach the shared store uses only its own counts.
+are sent while there is only one project, while calls are held at the fence (as they are after the lease has lapsed), or while no engine
+accepts calls. A process that cannot reach the shared store uses only its own counts.
 """
 
 from __future__ import annotations

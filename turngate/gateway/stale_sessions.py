@@ -1,4 +1,4 @@
-"""Cancel sessions whose tokens were sampled at policy versions that are too old for every feed.
+"""Cancel sessions with tokens from policy versions that are too old for every feed.
 
 The runner of a cancelled rollout is notified by an event, and can start a new attempt immediately.
 """

@@ -360,7 +360,7 @@ class WeightUpdates:
             )
         if in_force.name and load.path and mode == "keep":
             raise Conflict(
-                "mode 'keep' is not possible because calls in flight use an adapter of the old model; use mode 'drain'",
+                "mode 'keep' is not possible if a whole model replaces an adapter, which calls may still use; use mode 'drain'",
                 param="mode",
             )
         return in_force

@@ -48,7 +48,8 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
     A method that waits for a rollout without a time limit polls the server, so that a proxy's timeout does not end the wait. The
     method also reconnects if the connection breaks. If the caller stops waiting, the rollout continues. `abort_rollout` ends a rollout.
 
-    Invalid arguments raise a `BadRequest` whose `param` names the argument. A problem with a rollout is reported in its result.
+    Invalid arguments raise a `BadRequest`. An unknown rollout or tool raises a `NotFound`. The `param` of the error names the argument. A
+    problem with a rollout is reported in its result.
     """
 
     _call_lock: asyncio.Lock | None = None

@@ -106,7 +106,7 @@ class TurngateEnvironment(MCPEnvironment):
 
     @property
     def supports_code_mode(self) -> bool:
-        """Always False, because code mode would run a caller's Python in the server."""
+        """Always False, because code mode would run the caller's Python code in the server."""
         return False
 
     def execute_code(self, code: str) -> Observation:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class ServiceHost:
     """The rollout service in a separate thread.
 
-    `start` and `stop` block, and may be called more than once. `call` can be awaited on any other event loop.
+    `start` and `stop` block the calling thread, and may be called more than once. `call` can be awaited on any other event loop.
     """
 
     def __init__(self, make: Callable[[], Rollouts]) -> None:

@@ -279,7 +279,7 @@ def _skip_comma(text: str, at: int, closing: str) -> int:
     if text[at : at + 1] == ",":
         return at + 1
     if text[at : at + 1] != closing:
-        raise ValueError(f"{closing!r} is missing")
+        raise ValueError(f"expected ',' or {closing!r}")
     return at
 
 

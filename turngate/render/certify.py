@@ -111,7 +111,7 @@ class Certificate(msgspec.Struct, frozen=True):
         return "; ".join(sorted(transition.describe() for transition in whole))
 
     def explain_uncertified(self) -> str:
-        """Explain what happens at the uncertified transitions. A hand-written renderer uses its own bridge even there."""
+        """Explain what happens at the uncertified transitions. A hand-written renderer uses its own bridge even there, if it has one."""
         where = self.describe_uncertified()
         if self.renderer == TEMPLATE_RENDERER:
             return f"at some transitions ({where}), the conversation is rendered in full, and the trace may fork"

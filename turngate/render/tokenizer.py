@@ -115,7 +115,8 @@ class Tokenizer:
     def encode(self, text: str, *_: Any, remember: bool = False, **__: Any) -> list[int]:
         """Encode `text`. Added tokens in the text are recognized, but no tokens are added before or after it.
 
-        Set `remember` if the same segments will be encoded again: the ids of long segments are then cached.
+        Set `remember` if segments of the text (the parts between added tokens) will be encoded again: the ids of long segments are then
+        cached.
         """
         ids: list[int] = self.ids(text, remember=remember).tolist()
         return ids

@@ -100,7 +100,7 @@ class AgentCheck(msgspec.Struct, frozen=True):
         return await self.build_report()
 
     async def build_report(self) -> CheckReport:
-        """Check every promise against what has been recorded so far, and return the report."""
+        """Check the promises against what has been recorded so far, and return the report."""
         outcome = self.rollout.outcome
         trace = await self.gateway.trace(outcome.session) if outcome.session else None
         samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []

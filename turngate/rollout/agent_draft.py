@@ -107,7 +107,7 @@ def write_description(name: str, command: Sequence[str], env: Mapping[str, str],
 
 
 def find_secrets(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return the names of the description's fields whose values look like secrets. `write_description` leaves these values out."""
+    """Return the names of the description's fields that seem to contain secrets. `write_description` leaves these secrets out."""
     words = ["command"] if redact_command(command) != list(command) else []
     return words + [f"env.{name}" for name, value in env.items() if is_secret(name, value)]
 

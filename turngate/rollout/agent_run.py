@@ -130,7 +130,7 @@ async def run_agent(
 
 
 def _check_disk(sandbox: Sandbox, ending: Ending, note: Callable[[str], None]) -> None:
-    """If the agent used too much disk space, record that in `ending`. If the machine ran out of disk space, raise the sandbox's error."""
+    """If the agent used too much disk space, record that in `ending`. If the machine's disk was nearly full, raise the sandbox's error."""
     if sandbox.disk_error is None:
         return
     if not isinstance(sandbox.disk_error, SandboxTooLarge):

@@ -203,7 +203,7 @@ class Workers:
             await run_to_completion(wait_for_tasks(stopping, supplying, *workers))
 
     def cancel_running(self) -> None:
-        """Cancel the workers whose agents have not finished. Finished work is still graded."""
+        """Cancel the workers whose agents have not finished. Finished work is still graded, except on Ray."""
         for worker, slot in self._slots.items():
             if slot is None or not slot.agent_is_done:
                 worker.cancel()

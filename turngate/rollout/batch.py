@@ -15,9 +15,9 @@
     lost_attempts   settles the attempts that an earlier run left open
     health          detects when a batch cannot continue: a full disk, no sandboxes, no gateway
 
-A few workers share one schedule, so the number of asyncio tasks does not grow with the size of the batch. After an infrastructure fault,
-the rollout is retried later with a new session and a new sandbox. If the batch cannot continue, it stops and reports why. Running the same
-plan on the same folder resumes the batch.
+A limited number of workers share one schedule, so the number of asyncio tasks does not grow with the size of the batch. After an
+infrastructure fault, the rollout is retried later with a new session and a new sandbox. If the batch cannot continue, it stops and reports
+why. Running the same plan on the same folder resumes the batch.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Collected(msgspec.Struct, frozen=True):
 async def collect(
     sandbox: Sandbox, launch: Launch, folder: Path, redact: Callable[[bytes], bytes] = bytes
 ) -> Collected:
-    """Copy the agent's output, transcript and logs to `folder`. `missing` says what could not be copied, and why.
+    """Copy the agent's output, transcript and logs to `folder`. The result's `missing` field says what could not be copied, and why.
 
     `redact` removes secrets from the agent's output.
     """

@@ -3,7 +3,7 @@
     waiting → start → ready → run → done → grade
 
 An agent's sandbox exists from `start` until the agent is done. There are at most `running + warm` of these sandboxes, so up to `warm` of
-them can be prepared in advance. Rollouts that are waiting for grading have no sandbox, so they do not keep others from starting.
+them can be prepared in advance. Rollouts that are waiting for grading have no sandbox, so they do not count toward this limit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rollouts(self) -> int:
-        """The maximum number of rollouts in progress: those with a sandbox, and those that are being graded."""
+        """The maximum number of rollouts in progress: the number of sandboxes plus the number of rollouts that can be graded at once."""
         return self.sandboxes + self.max_grading
 
 
@@ -84,7 +84,7 @@ class Concurrency:
 
 
 class Slot:
-    """The slot of one rollout. Call the slot to enter a phase, and call `leave` when the rollout ends, even if it has failed."""
+    """The slot of one rollout. Run each phase inside `async with slot(phase):`, and call `leave` when the rollout has ended or failed."""
 
     def __init__(self, concurrency: Concurrency) -> None:
         self._concurrency = concurrency

@@ -41,7 +41,7 @@ class Attempt(Protocol):
     """One attempt at a rollout, prepared by an executor."""
 
     async def run(self) -> AttemptResult:
-        """Run the attempt to its end. A failure is returned in the result, not raised.
+        """Run the attempt to its end. A failure of the rollout is returned in the result, not raised.
 
         Cancelling ends the attempt on the machine that runs it, before the cancellation propagates.
         """

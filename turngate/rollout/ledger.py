@@ -109,7 +109,10 @@ class ReopenedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="reopened")
 
 
 class UnrecordedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):
-    """A rollout that is done, but whose outcome the gateway has not recorded yet. Its agent does not run again."""
+    """A rollout that is done, but whose outcome the gateway has not recorded yet.
+
+    Resuming the batch records the outcome without running the agent again, if the gateway accepts the outcome.
+    """
 
     finished: FinishedRollout
     recorded: RecordedOutcome  # must not change: the gateway may already have it, and would reject a different record

@@ -25,7 +25,10 @@ async def supersede_after_lease(
     session: str,
     note: Callable[[str], None] = lambda text: None,
 ) -> SupersededAttempt[SessionOutcome]:
-    """Supersede an attempt as soon as its cell's lease has ended. `note` is called once if that requires waiting."""
+    """Supersede an attempt as soon as its cell's lease has ended, unless the attempt already has an outcome.
+
+    If the lease has not ended yet, `note` is called once.
+    """
     is_noted = False
     while True:
         try:
@@ -42,8 +45,8 @@ async def supersede_after_lease(
 class LostAttempts:
     """Settles the lost attempts of one batch.
 
-    A lost attempt may still be running on a machine that cannot be reached. It is superseded at the gateway, so that its rollout is never
-    trained on twice, even if that machine comes back.
+    A lost attempt may still be running on a machine that cannot be reached. Unless the gateway already has its outcome, the attempt is
+    superseded there, so that its rollout is never trained on twice, even if that machine comes back.
     """
 
     def __init__(self, gateway: GatewayClient, results: BatchResults, stop: StopSignal) -> None:

@@ -1,8 +1,8 @@
 """An order: everything that one attempt at a rollout needs, as plain data, so that any machine can run it.
 
     order = decode_order(data)
-    spec = await machine.resolve(order)         # `resolve.py`
     attempt = executor.prepare(order)           # `executor.py`
+    result = await attempt.run()                # first turns the order into a spec (`resolve.py`)
 
 An order contains no live objects, no paths from the machine that made it, and no values of environment variables:
 
@@ -11,8 +11,7 @@ An order contains no live objects, no paths from the machine that made it, and n
     sandbox   its name and settings, from which the machine creates the backend
     env       the names of environment variables; each machine takes the values from its own environment
 
-The task, the agent's description and options, and the session's settings are sent exactly as the user wrote them. A secret that the user
-wrote there is sent, too.
+A secret that the user wrote in the task, the agent's description or options, or the session's settings is part of the order.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def _encode_path(value: object) -> str:
 
 
 def _decode_path(kind: type, value: object) -> Path:
-    """Decode a path in a task's archive. Raise `ValueError` if it leads outside the archive."""
+    """Decode a path in a task's archive. Raise `ValueError` if it is not a path inside the archive."""
     if kind is not Path or not isinstance(value, str):
         raise NotImplementedError(kind)
     path = PurePosixPath(value)

@@ -90,8 +90,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     def warnings(self) -> list[str]:
         """Problems with the training data, one line each.
 
-        A rollout that was cancelled, or that failed for a reason other than its agent, has no training data, so only its refused calls are
-        listed.
+        A rollout that was cancelled, ended with an error, or could not be graded is not trained on, so only its refused calls are listed.
         """
         has_failed = self.status in ("error", "cancelled") or self.kind in ("infrastructure fault", "invalid task")
         return list_warnings(None if has_failed else self.training, self.refused)

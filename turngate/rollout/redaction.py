@@ -51,7 +51,7 @@ class Redactor:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether the name suggests a secret, and the value is not a placeholder, a short number, `true` or similar."""
+    """Return whether the name suggests a secret, and the value contains no placeholder and is not a short number, `true` or similar."""
     plain = _PLAIN_VALUE.fullmatch(value.rstrip("}")) is not None
     return bool(_SECRET_NAMES.search(name)) and not plain and not placeholders.find_names(value)
 

@@ -32,7 +32,7 @@ _WORDS = 60  # how many characters of the instruction identify its prompts
 
 
 class ReferenceReplay:
-    """The scripted replies of one rollout. If there are no commands to replay, the gateway's own engine is used."""
+    """The scripted replies that replay one task's solution. If there are no commands to replay, the gateway's own engine is used."""
 
     def __init__(self, instruction: str, agent: AgentSpec, commands: Sequence[str] = (), *, reason: str = "") -> None:
         """Prepare a replay. If there are no commands, `reason` says why, or is empty if the user did not expect a replay."""

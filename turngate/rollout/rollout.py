@@ -14,7 +14,7 @@
     seal      seal the session, so that the trace gets no more turns
     collect   copy the agent's output, transcript and work
     clean     stop and remove the sandbox, even after a failure
-    grade     let the host grade the work, in a fresh sandbox that no agent has touched
+    grade     let the host grade the work; the grader's commands run in a fresh sandbox
     record    store the outcome at the gateway, together with the trace
 
 Each stage has a time limit. If a stage fails, `classify.py` decides what is at fault. The recorded trace is always kept. An agent never
@@ -161,7 +161,7 @@ class Rollout:
         return self.outcome
 
     def fail(self, error: Exception) -> None:
-        """Record an unexpected exception as a fault of Turngate. This overrides any other verdict."""
+        """Record an unexpected exception as a fault of Turngate. This overrides any earlier classification."""
         fault = Fault("clean", "gateway", f"unexpected error in Turngate: {error!r}")
         self._ending.fault, self._ending.cancelled = fault, False
         self._update_outcome()
@@ -360,7 +360,7 @@ class Rollout:
     # ── grade ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _grade(self) -> None:
-        """Grade the work to determine the class and the reward. If grading is cancelled, the rollout has no reward and will run again."""
+        """Grade the work to determine the class and the reward. If grading is cancelled, so is the rollout, and it has no reward."""
         try:
             await self._count_turns(_COUNT_S)
             await self._grade_work()
@@ -373,7 +373,10 @@ class Rollout:
             await run_to_completion(asyncio.to_thread(self._discard_work))
 
     async def _count_turns(self, limit_s: float) -> None:
-        """Ask the gateway how many turns, tokens and rows it has recorded. If it does not respond, keep the numbers from its events."""
+        """Ask the gateway how many turns, tokens and rows it has recorded.
+
+        If the request fails, take the turns and tokens from the gateway's events. The number of rows is then unknown.
+        """
         outcome = self.outcome
         if not outcome.session:
             return
@@ -432,7 +435,7 @@ class Rollout:
     # ── outcome ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _update_outcome(self) -> Classification:
-        """Classify the rollout from the facts known so far, update the outcome, and return the verdict."""
+        """Classify the rollout from the facts known so far, update the outcome, and return the classification."""
         outcome, verdict = self.outcome, self.verdict
         grade = verdict.grade
         if grade is not None:

@@ -36,7 +36,7 @@ def parse_sampling(choice: str | Mapping[str, Json]) -> dict[str, Json]:
 
 
 def check_pinned(pinned: Mapping[str, Json]) -> None:
-    """Check the settings to pin. Raise `BadRequest` with the name of the first setting that is unknown or out of range."""
+    """Check the settings to pin. Raise `BadRequest` with the name of the first setting that is unknown or has an invalid value."""
     try:
         msgspec.convert(dict(pinned), Sampling)
     except msgspec.ValidationError as error:

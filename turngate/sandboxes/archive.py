@@ -111,9 +111,9 @@ def unpack(
 ) -> tuple[str, ...]:
     """Unpack a tar stream into a host folder, which is created if necessary. Return the skipped entries with reasons.
 
-    Devices, pipes, links that point outside the folder, and paths that are too long or too deep are skipped. `limit` is the maximum total
-    size in bytes. At most `MAX_NAMED` skipped entries are named; the others are only counted. Unpacking is aborted after `timeout_s`, or
-    when `is_cancelled`, which is polled, returns true. A malformed tar stream or a file-system error raises `SandboxError`.
+    Devices, pipes, links that could point outside the folder, and paths that are too long or too deep are skipped. `limit` is the maximum
+    total size in bytes. At most `MAX_NAMED` skipped entries are named; the others are only counted. Unpacking is aborted after `timeout_s`,
+    or when `is_cancelled`, which is polled, returns true. A malformed tar stream or a file-system error raises `SandboxError`.
     """
     deadline = time.monotonic() + timeout_s
 

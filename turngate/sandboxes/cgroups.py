@@ -1,8 +1,8 @@
 """Limits on CPU, memory and processes for sandboxes that are ordinary processes on this machine (local and bubblewrap).
 
-This module uses the kernel's control groups, version 1 or 2, with one group per sandbox, named after the sandbox. Creating groups requires
-root or a delegated subtree. `enforceable_limits` returns the limits that can be enforced on this machine. The backends' `not_enforced`
-lists the requested limits that cannot.
+This module uses the kernel's control groups, version 1 or 2. The groups of a sandbox are named after it. Creating groups requires root or a
+delegated subtree. `enforceable_limits` returns the limits that can be enforced on this machine. The backends' `not_enforced` lists the
+requested limits that cannot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PERIOD_US = 100_000  # the period of the CPU quota
 
 
 def enforceable_limits(mount: Path = MOUNT) -> frozenset[str]:
-    """Return the fields of `Resources` that can be enforced on this machine."""
+    """Return the fields of `Resources` that control groups can enforce on this machine."""
     if _is_unified(mount):
         if not os.access(mount / "cgroup.subtree_control", os.W_OK):
             return frozenset()

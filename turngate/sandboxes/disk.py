@@ -150,7 +150,7 @@ def _open_inside(place: str, top: str) -> Iterator[int]:
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if not f"{os.readlink(f'/proc/self/fd/{fd}')}/".startswith(f"{top}/"):  # noqa: PTH115
-            raise NotADirectoryError(errno.ENOTDIR, "the folder was replaced with a link", place)
+            raise NotADirectoryError(errno.ENOTDIR, "a link on the path leads outside the measured folder", place)
         yield fd
     finally:
         os.close(fd)

@@ -6,9 +6,9 @@ sandbox's lifetime. When it ends, Docker removes the container, even if Turngate
 their exit codes.
 
 A container has no privileges and cannot gain any. It has no network unless one is requested. The number of its processes is limited. Its
-memory and CPU are limited if requested. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which
-all but the smallest images have. A `DiskWatch` kills the container's commands if the container exceeds its disk limit. Docker also
-enforces the limit if its file system supports quotas.
+memory and CPU are limited if requested. Commands run as the image's user. An image needs a shell, `tar`, `grep` and basic commands such as
+`cat` and `sleep`, which all but the smallest images have. A `DiskWatch` kills the container's commands if the container exceeds its disk
+limit. Docker also enforces the limit if its file system supports quotas.
 """
 
 from __future__ import annotations

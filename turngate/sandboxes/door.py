@@ -57,8 +57,8 @@ STRIPPED_HEADERS = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")
 class GatewayDoor(relay.HttpRelay):
     """A proxy to the gateway that admits only the listed routes. Created by `open_door`.
 
-    `address` is the address to which a relay connects. `calls` counts the admitted requests, and `refused` counts those refused because of
-    their route.
+    `address` is the address on this host at which the door listens. `calls` counts the admitted requests, and `refused` counts those
+    refused because of their route.
     """
 
     def __init__(

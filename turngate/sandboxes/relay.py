@@ -71,7 +71,7 @@ class HttpReply(NamedTuple):
 
 
 class RequestRefused(Exception):
-    """A request that the relay rejects without forwarding it."""
+    """An error that the relay itself, not the gateway, sends in reply to a request."""
 
     headers = ""  # an additional header line for the reply
 
@@ -514,7 +514,7 @@ def refuse(writer: StreamWriter, refused: RequestRefused, request: Optional[Http
 
 
 def reset(writer: StreamWriter) -> None:
-    """Abort a connection in a way that the peer cannot mistake for a normal close."""
+    """Abort a connection. Over TCP, the peer cannot mistake this for a normal close."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

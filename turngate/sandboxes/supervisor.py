@@ -54,7 +54,7 @@ class TakeOver(BaseException):
 def supervise(control: socket.socket, life_s: float, folders: list[str], run: RunCommand) -> None:
     """Start commands with `run` until the other end of `control` closes or `life_s` seconds have passed.
 
-    Then kill every process and remove `folders`.
+    Then kill all processes of the commands, and remove `folders`.
     """
     deadline = time.monotonic() + life_s
     os.umask(0o022)

@@ -1,9 +1,9 @@
 """Warm starts: a Python agent is forked from a process that has already imported the agent's libraries (`fork_server.py`).
 
-In this process, all sandboxes of the same kind share one server per installation and environment. The first sandbox that could use the
-server starts without it, because a single rollout would gain nothing. A server ends with this process, or after being idle for a while. A
-program that cannot be forked gets a plain start, which means that it starts without a server. `counts` contains the number of warm starts,
-and the number of plain starts for each reason.
+All sandboxes of the same kind that one Turngate process creates share one server per installation and environment. The first sandbox that
+could use the server starts without it, because a single rollout would gain nothing. A server ends with the Turngate process that started
+it, or after being idle for a while. A program that cannot be forked gets a plain start, which means that it starts without a server.
+`counts` contains the number of warm starts, and the number of plain starts for each reason.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class ForkServer:
         return ""
 
     def hold(self) -> socket.socket:
-        """Keep the server from exiting, even if it is idle, until the returned socket is closed."""
+        """Make the server ignore its limit on idle time until the returned socket is closed."""
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # if the server has exited or is too busy, a later fork may fail
             self._send({"do": "hold"}, [theirs.fileno()])
@@ -228,7 +228,7 @@ class ForkServer:
 class WarmStart:
     """Lets a sandbox start one program from a fork server.
 
-    Until this object is closed, the server does not exit, even if it is idle.
+    Until this object is closed, the server ignores its limit on idle time.
     """
 
     def __init__(self, server: ForkServer, preload: Preload) -> None:

@@ -63,7 +63,8 @@ class SealBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EventBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/events`.
 
-    `session` may name a session that is not open yet. It is empty if the event does not concern a session.
+    `session` is the id of a session, which need not be open yet, or the name of a batch's event stream. It is empty if the event concerns
+    neither.
     """
 
     kind: RunnerEventKind
@@ -222,7 +223,7 @@ class AdminRoutes:
         return json_response(await self._directory.describe_ended(session))
 
     async def delete(self, request: Request) -> JsonReply[DeletedSession]:
-        """End a session and delete everything that was recorded for it."""
+        """End a session, and delete its recorded data and events."""
         await self._sessions.delete(request.path_params["id"])
         self._note(request.state.caller, "session deleted", request.path_params["id"])
         return json_response(DeletedSession(request.path_params["id"], True))
@@ -254,7 +255,7 @@ class AdminRoutes:
         return respond_created(EventReceipt(self._events.announce(body.session, body.kind, body.data)))
 
     async def events(self, request: Request, query: EventsQuery) -> EventStreamReply:
-        """Stream the events of a session or of all sessions."""
+        """Stream the events of one session, or the events of all sessions and of the gateway."""
         session_id = request.path_params.get("id", "")
         if session_id and not self._sessions.knows(session_id):
             raise NotFound(f"unknown session {redact_known(session_id)!r}; no session or event has this id")

@@ -38,7 +38,7 @@ _NO_SESSION_HAS_KEY = "Incorrect API key provided. Use the secret of an open ses
 
 
 def admin_key(data: Path) -> str:
-    """Return the gateway's admin key, which is created on first start."""
+    """Return the gateway's admin key, and create it if it does not exist."""
     return own_key(data, ADMIN_KEY, ADMIN_KEY_FILE)
 
 

@@ -1,6 +1,7 @@
 """Listen for connections, and publish the gateway's address in the data folder.
 
-The small parent process of the workers (`workers/front.py`) imports this module, so this module must not import heavy modules.
+The small parent process of the workers (`workers/front.py`) imports this module, so this module must import neither the gateway's
+application (`app.py`) nor the renderers.
 """
 
 from __future__ import annotations

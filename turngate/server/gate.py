@@ -97,7 +97,7 @@ class GateRoutes:
         return _pack({})
 
     async def renew(self, request: Request, body: RenewLeases) -> MsgpackReply[RenewedLeases]:
-        """Renew leases. Return the calls that are no longer leased, each with the reason."""
+        """Renew leases. Return the calls whose lease is no longer valid, each with the reason."""
         over: dict[str, str] = {}
         for call, lease in body.leases.items():
             try:

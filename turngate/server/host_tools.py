@@ -66,7 +66,7 @@ class HostToolRoutes:
         )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, name: str, session_id: str | None) -> None:
-        """Call a host tool with its arguments. Return the tool's own reply, or the host's reply if the tool waits for the host."""
+        """Call a host tool. Return the host's reply, or the tool's own reply if the host is not asked or does not reply in time."""
         try:
             headers = parse_headers(scope)
             session = await self._auth.session(_chat.read_key(headers, {}), session_id)

@@ -63,8 +63,8 @@ class HostedProject(ProjectGateway):
 class HostedProjects:
     """The projects that a gateway serves besides `default`.
 
-    A project is opened when the gateway starts, or at the project's first request. Worker 0 of a cell also opens projects that are created
-    later.
+    A project that exists when the gateway starts is opened then. A project that is created later is opened at its first request or, in
+    worker 0 of a cell, soon after its creation.
     """
 
     def __init__(self, host: ProjectGateway) -> None:
@@ -144,7 +144,7 @@ class HostedProjects:
         """Return the name of the project that a request belongs to, or None for the project `default`.
 
         The session secret, API key or login cookie in the request decides. With the admin key, the caller may name a project in a header.
-        If none of these identifies a project, return None. The project's own gateway then authenticates the request.
+        If none of these identifies a project, return None. The request is authenticated later, by the project's own gateway.
         """
         ring = self._host.projects.ring
         named, keys = "", []

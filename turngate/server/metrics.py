@@ -1,8 +1,9 @@
 """`GET /metrics` for Prometheus, with the values of all workers.
 
 With the admin key, or the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), the endpoint returns sums over all projects.
-With an API key, it returns only the values of the key's project, and no process metrics. With the admin key and the name of a project
-other than `default`, it returns what an API key of that project would return.
+Feed metrics are the exception: they cover only the project `default`. With an API key, the endpoint returns only the values of the key's
+project, and no process metrics. With the admin key and the name of a project other than `default`, it returns what an API key of that
+project would return.
 """
 
 from __future__ import annotations

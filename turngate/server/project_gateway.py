@@ -1,6 +1,6 @@
 """The gateway of one project: an ASGI application over the project's own store.
 
-All projects of a gateway share the engine, the keys, and the fence at which calls wait during weight updates (`app.py`).
+All projects of a gateway share the engine, the admin key, and the fence at which calls wait during weight updates (`app.py`).
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class ProjectGateway:
     # ── other projects ──────────────────────────────────────────────────────────────────────────────────────────
 
     def attach_project(self, project: ProjectGateway) -> None:
-        """Include another project in everything that all projects share, such as the fence, the metrics and the quotas."""
+        """Include another project in the gateway's work for all projects, such as weight updates, metrics and quota checks."""
         if self.cell is not None:
             self.cell.add_project(project.store, project.sessions, project.project)
         self.stale.others.append(project.stale)

@@ -2,8 +2,9 @@
 
 A gateway does not start if a route that needs scopes is missing here.
 
-Public routes and lists of models need no scopes. Model calls, host tools and stored responses are not listed: they require the secret of
-their session or, if the path names the session, the admin key or an API key with one of the scopes in `MODEL_CALLS`.
+Public routes and lists of models need no scopes. The agent's routes (model calls, `/v1/tools` and stored responses) are not listed. They
+require the secret of their session. If the path names the session, they also accept the admin key, and API keys with one of the scopes in
+`MODEL_CALLS`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read the files that an agent left behind: its working folder as text, and the ends of its logs. All functions block.
+"""Read the files that an agent left behind: its working folder as text, and the ends of its logs. Call these functions in a thread.
 
 The agent wrote these files, so they are untrusted. Symlinks are not followed, and known secrets are redacted.
 """

@@ -1,6 +1,6 @@
 """The service's gateways: one for each endpoint and mode. They run in this process and are started when first needed.
 
-Each gateway has its own folder, `DATA/gateways/NAME`. Traces survive a restart, and `turngate show --data` and feeds can read them. A
+Each gateway has its own folder, `DATA/gateways/NAME`. Traces survive a restart, and `turngate show --data` can read them. A
 `gateway://` entry in the catalog stands for a gateway that is already running; the service does not start one. The gateway of a caller's
 own endpoint stops when its last rollout ends. Its folder is deleted when the service forgets the last rollout that used the gateway.
 """

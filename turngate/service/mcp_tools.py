@@ -1,6 +1,7 @@
 """The service's tools for MCP and OpenEnv: the name, description, arguments and result of each, and the method that it calls.
 
-Schemas are derived from the types of arguments and results. Keys, sandboxes and allowed images are settings of the server, never arguments.
+Schemas are derived from the types of arguments and results. Secret keys, sandboxes and allowed images are settings of the server, never
+arguments.
 """
 
 from __future__ import annotations

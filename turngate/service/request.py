@@ -1,7 +1,7 @@
 """Requests for rollouts of an instruction, of a row of a SWE data set, or of a `Task`. A request is validated before its rollout starts.
 
 A request may come from an untrusted caller, over MCP or HTTP. Sizes are therefore limited, paths must stay inside the working folder, and
-each error names the invalid argument. Keys, sandboxes, networks and allowed images are not arguments but settings (`config.py`).
+each error names the invalid argument. Secret keys, sandboxes, networks and allowed images are not arguments but settings (`config.py`).
 """
 
 from __future__ import annotations

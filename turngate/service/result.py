@@ -119,7 +119,7 @@ class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a rollout.
 
     The service emits `queued`, `started`, `abort` and `ended`. The gateway emits all other events. In direct mode, which has no
-    gateway, the service emits them instead.
+    gateway, the service also emits `stage` events, and there are no others.
     """
 
     cursor: int  # 1, 2, 3 … within the rollout

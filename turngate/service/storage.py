@@ -5,7 +5,7 @@
     left/ID/                the files that the agent left behind
     inputs/ID/              the files and tests that the caller sent; deleted when the rollout ends
 
-Database methods run on the event loop, because a commit takes only about 0.05 ms. File methods block: run them in threads.
+Database methods run on the event loop, because a commit takes only about 0.05 ms. Call file methods in threads, because they take longer.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class AttemptTable:
             return [AttemptRow(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM attempts WHERE {where}", values)]
 
     def explain_exclusions(self, keys: Sequence[int]) -> dict[int, str]:
-        """Return why the outcomes of sessions do not count, by session key. Sessions with outcomes that count are omitted."""
+        """Return why the outcomes of superseded attempts and cancelled sessions do not count, by session key. Omit all other sessions."""
         found: dict[int, str] = {}
         for start in range(0, len(keys), _MAX_VALUES):
             chunk = tuple(keys[start : start + _MAX_VALUES])
@@ -105,7 +105,7 @@ class AttemptTable:
         }
 
     def find_exclusion(self, session: int) -> str:
-        """Return why the outcome of a session does not count, or an empty string if it counts. `session` is the session's key."""
+        """Return the reason that `explain_exclusions` gives for the session with this key, or an empty string if it gives none."""
         return self.explain_exclusions([session]).get(session, "")
 
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Encode values and rows in PostgreSQL's binary format, for the tables with the most rows.
+"""Encode values and rows in PostgreSQL's binary format, for `shared/pipeline.py`.
 
 This takes a fraction of the CPU time that psycopg would need.
 """

@@ -179,7 +179,8 @@ class OutboxTable:
     def mark_announced(self, attempts: Iterable[OpenAttempt], superseded: Collection[str] = ()) -> None:
         """Record that sessions were announced to the shared store.
 
-        `superseded` contains the ids of the sessions whose attempts are superseded in the shared store. Supersede these attempts here, too.
+        `superseded` contains the ids of the sessions whose attempts are superseded or replaced in the shared store. Supersede these
+        attempts here, too.
         """
         keys = [attempt.key for attempt in attempts]
         with self._writing() as db:

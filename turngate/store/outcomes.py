@@ -104,9 +104,8 @@ def decode_outcome(stored: bytes) -> RecordedOutcome | DamagedOutcome:
 class Outcomes:
     """The outcomes table.
 
-    Each transaction that writes an outcome calls `settle` with the session's id. `settle` returns whether the outcome counts. If it does,
-    the transaction also calls `enter` with the session's key and id. `enter` adds the outcome to the feeds and returns more events to
-    write.
+    The transaction that writes an outcome also calls `settle`, which updates the attempt and returns whether the feeds must process the
+    outcome. If so, the transaction calls `enter`, which adds the outcome to the feeds and returns more events to write.
     """
 
     def __init__(

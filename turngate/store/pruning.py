@@ -51,7 +51,8 @@ def prune(
     """Remove the sessions that ended before the time `before` and are no longer needed.
 
     With `dry_run`, only count these sessions. With `archive`, a session is removed only once it is in the archive. A damaged session
-    cannot be archived, so its group is kept. Cached teacher scores of removed sessions are removed too, and are not archived.
+    cannot be archived, so its group is kept. The teacher scores of removed sessions are not archived. They are removed from the
+    default score cache.
     """
     files = None if archive is None else SessionArchive(archive)
     with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:

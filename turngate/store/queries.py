@@ -67,7 +67,7 @@ class TurnTotals(msgspec.Struct, frozen=True):
 class TimeBucket(msgspec.Struct, frozen=True):
     """Turns, tokens and outcomes in one time interval. All intervals have the same length."""
 
-    number: int  # number of the interval, counted from the Unix epoch
+    number: int  # index of the interval; interval 0 starts at the Unix epoch
     turns: int
     sampled_tokens: int
     outcomes: int

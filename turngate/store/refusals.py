@@ -47,9 +47,11 @@ class Refusals:
             return _read(db, session)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark the refused calls with the conversation `request`, a digest, as repeated. Call this when such a call has been answered.
+        """Mark the refused calls whose conversation has the digest `request` as repeated successfully.
 
-        `name` is the session's id. Return a summary of the refused calls that were not repeated successfully, or None if there are none.
+        Call this when a call with this conversation has been answered. `name` is the session's id.
+
+        Return a summary of the refused calls that were not repeated successfully, or None if there are none.
         """
         where = "session=? AND request=? AND repeated=0"
         with self._writing() as db:

@@ -1,8 +1,8 @@
-"""A cache of the scores that a teacher model gave to recorded turns, in a SQLite file of its own next to the store.
+"""A cache of the scores that a teacher model gave to recorded turns, in a separate SQLite file.
 
 Scores can be computed again, so they are not kept in the store. Exports that compute scores therefore only read the store, and never
 compete with a gateway for the store's lock. A turn is identified by its own ids and those of its context, so a turn that several rows share
-has one entry. An entry belongs to a session, and is removed with it.
+has one entry. An entry belongs to a session. In the default cache file, it is removed with its session.
 """
 
 from __future__ import annotations

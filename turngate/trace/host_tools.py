@@ -51,7 +51,7 @@ class ArgumentChecker(Protocol):
 def check_tools(tools: tuple[HostTool, ...]) -> None:
     """Validate the host tools of a session. Raise `BadRequest`, with the name of the field, if a tool is invalid or there are too many."""
     if len(tools) > MAX_TOOLS:
-        raise BadRequest(f"'tools' has {len(tools)} entries, but a session may have at most {MAX_TOOLS}", param="tools")
+        raise BadRequest(f"tools has {len(tools)} entries, but at most {MAX_TOOLS} are allowed", param="tools")
     names = [tool.name for tool in tools]
     for n, tool in enumerate(tools):
         if tool.name in names[:n]:

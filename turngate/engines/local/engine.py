@@ -154,7 +154,7 @@ class LocalEngine:
     async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
         """Pause sampling to change the weights.
 
-        With `drain`, calls in flight end first. Otherwise they keep their sampled tokens and continue afterwards with the new weights.
+        With `drain`, running calls end first. Otherwise, they keep their sampled tokens and continue afterwards with the new weights.
         Cached prefixes are recomputed, so each log-probability is computed with a single set of weights.
 
         `version` is the policy version after the update. If it is set, chunks carry the version that sampled them. Otherwise the
@@ -222,7 +222,11 @@ class LocalEngine:
         await self._load(weights.path, weights.version)
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
-        await self._load(self._folder or "", None)
+        try:
+            await self._load(self._folder or "", None)
+        except EngineRejected:  # the weights that it should no longer have are still loaded
+            self._reject_calls()
+            raise
 
     async def abort_all(self) -> None:
         self._worker.abort_all()
@@ -433,7 +437,10 @@ class LocalGeneration:
         return Chunk(ids, logprobs, finish, prompt, self._span(), version_runs=self._list_runs(), side=side)
 
     def _span(self) -> tuple[int, int] | None:
-        """Return the policy versions of the chunk's first and last token. If the first is unknown, use the request's version."""
+        """Return the policy versions of the chunk's first and last token, or None if the last version is unknown.
+
+        If only the first version is unknown, the request's version replaces it.
+        """
         first, last = self._versions
         return None if last is None else (self._request.version if first is None else first, last)
 
@@ -474,7 +481,10 @@ def _choose_dtype(dtype: str, kind: str) -> torch.dtype:
 
 
 def _choose_slots(model: Model, length: int, kind: str) -> int:
-    """Return the default number of slots, or fewer if their cache would exceed half of the machine's memory (or the GPU's free memory)."""
+    """Return the default number of slots, or fewer if their cache would need too much memory.
+
+    The limit is half of the machine's memory for a CPU, and half of the free GPU memory for a GPU.
+    """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.cuda.mem_get_info(model.device)[0] if kind == "cuda" else machine
     return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))

@@ -45,7 +45,7 @@ class SamplingOrder(msgspec.Struct, frozen=True):
 
 
 class _Hold(msgspec.Struct):
-    """A request to pause sampling for a weight update. With `drain`, calls in flight end first."""
+    """A request to pause sampling for a weight update. With `drain`, running calls end first."""
 
     reached: Future[None]
     drain: bool

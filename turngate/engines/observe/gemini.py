@@ -341,8 +341,8 @@ def _thinking(
 class _Answer:
     """A collector that turns the events of one reply into chunks.
 
-    With `keep_verbatim`, the turn is also kept in the endpoint's format, because an agent of a different dialect may not send all of it
-    back.
+    With `keep_verbatim`, a turn that contains thought signatures is also kept in the endpoint's format, because an agent of a different
+    dialect may not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:

@@ -101,8 +101,8 @@ _decode = msgspec.json.Decoder(_Event).decode
 class OpenAIAnswer:
     """A collector that turns the events of one reply into chunks.
 
-    With `keep_verbatim`, the turn is also kept in the endpoint's format, because an agent of a different dialect may not send reasoning
-    back.
+    With `keep_verbatim`, a turn that contains reasoning is also kept in the endpoint's format, because an agent of a different dialect may
+    not send the reasoning back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:

@@ -96,7 +96,7 @@ class LeasedFence(Fence):
 class ServingGuard:
     """Aborts this worker's calls when the lease lapses, and lets waiting calls through when the lease is held again.
 
-    The guard also cancels the sessions of an id that the cell has lost. All of this requires that `run` is running.
+    The guard also cancels the sessions of an id that the cell has lost. `run` does all of this until it is cancelled.
     """
 
     def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:

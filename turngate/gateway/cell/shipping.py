@@ -1,6 +1,6 @@
 """A thread that ships due sessions from a cell's outbox to the shared store.
 
-The thread has its own connections, so no turn waits for it.
+The thread reads sessions and writes to the shared store through its own connections, so turns do not wait for that.
 """
 
 from __future__ import annotations
@@ -33,18 +33,23 @@ class ShipmentTarget(Protocol):
         """Write all shipments in one transaction. Writing a shipment again changes nothing."""
 
     def announce(self, attempts: Sequence[OpenAttempt]) -> set[str]:
-        """Register open sessions as attempts that this cell is running. Return the ids of the sessions whose attempts are superseded."""
+        """Register open sessions as attempts that this cell is running.
+
+        Return the ids of the sessions whose attempts are superseded or replaced.
+        """
 
     def find_history(self, position: ShippingPosition) -> str:
         """Return the id of the shared store's history, which changes when the store is restored from a backup.
 
-        If the last session that the cell shipped (`position`) is missing, the store was restored, and this call gives it a new history id.
+        `position` contains the history that the cell knows and the last session that it shipped. If the cell knows the store's history, but
+        the session is missing, the store was restored, and this call gives it a new history id.
         """
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
         """Return the ids of the sessions that the shared store lacks, or whose newest event it lacks.
 
-        Each item of `sessions` is a pair: a session id, and the number of that session's newest event.
+        Each item of `sessions` is a pair: a session id, and the number of that session's newest event. Sessions that
+        were deleted from the shared store are left out.
         """
 
 

@@ -1,8 +1,9 @@
 """Run the attempts of a batch in the cells of a Ray cluster.
 
-`RayCluster` decides in which cell an attempt runs. The shared store alone decides whether the attempt has ended, and how:
+`RayCluster` decides in which cell an attempt runs. The shared store decides whether the outcome of an attempt counts:
 
-    the call returned            wait until the shared store has the outcome; if the outcome does not count, the attempt is lost
+    the call returned            wait until the shared store has the outcome, unless there is none to ship; if the outcome does not count,
+                                 the attempt is lost
     the call failed              send the order again; a cell that already has the order does not run it twice
     the cell refused the order   the attempt is lost, and the cell gets no orders for a while
     the cell is lost             supersede the attempt once the lease of the cell has ended; adopt the outcome if the shared store has it,
@@ -219,9 +220,9 @@ class _RayAttempt:
         raise AssertionError("the last try returns or raises")
 
     async def _confirm(self, result: AttemptResult, cell: PlacedCell) -> AttemptResult:
-        """Wait until the shared store has the outcome, and return the result. A group must not be closed before that.
+        """Wait until the shared store has the outcome, if there is one to ship, and return the result.
 
-        If the outcome does not arrive in time or does not count, settle the attempt.
+        A group must not be closed before that. If the outcome does not arrive in time or does not count, settle the attempt.
         """
         outcome = result.outcome
         if result.verdict.kind == "cancelled" and await self._shared.is_superseded(self._order):

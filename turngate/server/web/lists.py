@@ -119,7 +119,7 @@ class ListRoutes:
         return await self._reader.respond(lambda store: self._views.overview.training(store, query.group, buckets))
 
     async def training_entropy(self, request: Request, query: GroupPrefixQuery) -> Response:
-        """Return the entropy by policy version, estimated from the traces of a few rollouts of each version.
+        """Return the entropy of selected policy versions, each estimated from the traces of a few rollouts.
 
         Each rollout is read in a separate query, so that other requests are served in between.
         """

@@ -160,7 +160,7 @@ class PageLogin:
 
 
 def require_same_origin(request: Request) -> None:
-    """Reject a state-changing request that was not sent by our own page."""
+    """Reject a state-changing request that another site may have sent."""
     if not request.headers.get(PAGE_HEADER):
         raise Forbidden(
             f"the header {PAGE_HEADER} is missing; every POST request under /page needs it",

@@ -67,7 +67,7 @@ class Coordinator:
         self.engine_changes = gateway.create_engine_changes(self.updates, self)
 
     def routes(self) -> list[Route]:
-        """Return the public routes that concern all workers."""
+        """Return the client-facing routes that concern all workers."""
         return [
             *FenceRoutes(self.updates, self._gateway.auth, self._gateway.sessions, self._gateway.note_all).routes(),
             *EngineRoutes(self.engine_changes, self._gateway.auth).routes(),

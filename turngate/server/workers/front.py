@@ -4,7 +4,8 @@
 
 From then on, the connection belongs to the worker, so the front adds a cost per connection, not per call. The front holds the data folder's
 lock, starts the workers, restarts any that die, and stops them all on a signal. All that it knows about a session is its slot, a
-number that is derived from the session's id and determines the worker. To keep the process small, the front imports no heavy modules.
+number that is derived from the session's id and determines the worker. To keep the process small, the front imports neither the gateway's
+application (`app.py`) nor the renderers.
 """
 
 from __future__ import annotations

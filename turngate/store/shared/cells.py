@@ -122,7 +122,7 @@ class CellTable:
 
 
 class LeasedAttempts(AttemptTable):
-    """The attempts table of the shared store. An attempt running on a cell can be superseded only after the cell's lease has ended."""
+    """The attempts table of the shared store. Its `supersede` does not give up an attempt while the lease of the attempt's cell lasts."""
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
         """Like `AttemptTable.supersede`, but raise `Conflict` if the attempt is running on a cell whose lease has not ended.

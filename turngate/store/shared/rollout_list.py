@@ -1,4 +1,4 @@
-"""Keep lists of rollouts and groups in the shared store, so that showing one page reads only the rows on that page.
+"""Keep lists of rollouts and groups in the shared store, so that PostgreSQL can sort, filter and paginate them.
 
 Gateways update the lists from the events (`views/shared_index.py`), one gateway at a time. The table `rollout_list_state` holds the
 number of the newest event that the lists include.

@@ -207,7 +207,8 @@ class RolloutPages:
     def last_deliveries(self, prefix: str, limit: int) -> list[DeliverySummary]:
         """Return the last `limit` deliveries of groups with names that start with `prefix`, oldest first.
 
-        A group may be delivered in parts. Each summary leaves out rollouts whose outcomes were recorded after the delivery.
+        A group may be delivered in parts. A summary also covers the rollouts of earlier parts, but not those whose outcomes were recorded
+        after the delivery.
         """
         where, values = _starting_with(prefix)
         query = (

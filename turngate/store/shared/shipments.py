@@ -151,7 +151,7 @@ class ShipmentWriter:
         self._compression: str | None = None  # statement that chooses the compression; None: not determined yet
 
     def write(self, shipments: Sequence[Shipment]) -> None:
-        """Write sessions in one transaction, so that either all or none of them are written."""
+        """Write shipments in one transaction. If this fails, none of them is written."""
         if not shipments:
             return
         try:
@@ -189,7 +189,7 @@ class ShipmentWriter:
     def announce(self, attempts: Sequence[OpenAttempt]) -> set[str]:
         """Register open sessions as running attempts of their cell, so that the cell's lease protects them.
 
-        Return the ids of the sessions with superseded attempts. Their outcomes would not count.
+        Return the ids of the sessions whose attempts are superseded or replaced. Their outcomes would not count.
         """
         names = {a.session: _decode_name(a.config, a.session) for a in attempts}
         with self._store.database.pipelining() as db:
@@ -209,11 +209,16 @@ class ShipmentWriter:
     def find_history(self, position: ShippingPosition) -> str:
         """Return the name of the store's current history.
 
-        If the session that the cell shipped last is missing, record that the store was restored, which starts a new history.
+        If the cell knows this history, but the session that it shipped last is missing, record that the store was restored. This starts a
+        new history, whose name is returned.
         """
         history = self._store.restores.history()
         if position.last is not None and position.history == history and self.find_missing([(position.last, 0)]):
-            log.warning("the shared store was restored from an older backup: session %s is missing", position.last)
+            log.warning(
+                "session %s, which this cell has shipped, is missing from the shared store, so the store was probably restored from a "
+                "backup; the cell ships missing sessions again",
+                position.last,
+            )
             return self._store.restores.note(history)
         return history
 

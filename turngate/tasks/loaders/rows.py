@@ -170,7 +170,7 @@ def _single_grader(spec: _Script | _Function | _Swe, here: str, beside: Path | N
                     f"task: {here}.command is empty; set it to the command that grades the outcome", param="grader"
                 )
             if spec.command == ("bash", "/tests/test.sh") and "test.sh" not in spec.files:
-                raise TaskError(f"task: {here}.files has no test.sh; add one, or set {here}.command", param="grader")
+                raise TaskError(f"task: {here}.files has no test.sh; add one, or set 'command'", param="grader")
             return Script(**{**msgspec.structs.asdict(spec), "files": store_files(spec.files, f"{here}.files")})
 
 

@@ -112,7 +112,7 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
             stop = "its policy version became too old to train on" if outcome.stop == STALE else outcome.stop
             raise TurngateError(f"{name}: {outcome.kind or outcome.status}: {why or stop}")
         if outcome.exclusion:
-            raise TurngateError(f"session {outcome.session}: {outcome.exclusion}")
+            raise TurngateError(f"the rollout of session {outcome.session} cannot be trained on: {outcome.exclusion}")
         for warning in outcome.warnings:
             log.warning("session %s: %s", outcome.session, warning)
         if outcome.status == "timed out":
