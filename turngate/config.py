@@ -472,7 +472,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _check_local(self) -> None:
         if not (self.model_folder or self.tokenizer):
             raise ConfigError(
-                "the engine 'local' needs a Hugging Face folder with a model and a tokenizer; pass the folder as --tokenizer",
+                "the engine 'local' needs a Hugging Face folder with a model and a tokenizer; pass the folder as --model-folder",
                 param="model_folder",
             )
         if self.engine_url:

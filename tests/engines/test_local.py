@@ -562,7 +562,7 @@ async def test_gateway_rows_match_trainer_forward_pass() -> None:
 
 
 def test_invalid_local_engine_config_is_rejected(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="pass the folder as --tokenizer"):
+    with pytest.raises(ConfigError, match="pass the folder as --model-folder"):
         ServeConfig(engine="local").check()
     with pytest.raises(ConfigError, match="workers"):
         ServeConfig(engine="local", model_folder="x", workers=2).check()

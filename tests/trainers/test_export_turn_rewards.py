@@ -94,7 +94,10 @@ async def test_trees_have_the_values_of_rows(recording: Recording, suffix: str) 
     for change, why in (
         ({"turn_advantages": [[1.0]]}, "turn_advantages has length 1, but 'rows' has length 2"),
         ({"turn_advantages": [[1.0], [1.0, 2.0]]}, r"turn_advantages\[0\] must have one value per turn \(turns: 2\)"),
-        ({"turn_rewards": [[{**REWARD, "end": 999}], []]}, r"turn_rewards\[0\] has a reward outside its row"),
+        (
+            {"turn_rewards": [[{**REWARD, "end": 999}], []]},
+            r"turn_rewards\[0\] has a reward whose 'start' and 'end' are not",
+        ),
     ):
         with pytest.raises(ConfigError, match=why):
             decode_tree({**forked, **change})

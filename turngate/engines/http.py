@@ -367,9 +367,9 @@ class Reply:
             return self._response
         self.finished = False
         response = await self._post()
-        if self._closed:  # another task closed the reply while this one was connecting
+        if self._closed:  # another task closed the reply while this one waited for the response
             response.close()
-            raise EngineUnavailable(f"the call to {self._client.engine} was cancelled while connecting")
+            raise EngineUnavailable(f"the call to {self._client.engine} was cancelled before the engine responded")
         if response.status != 200:
             try:
                 with map_errors(self._client.engine):

@@ -65,9 +65,7 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
             )
         shapes = {found.top_ids.shape, found.top_logprobs.shape}
         if shapes != {(end - start, top_k)}:
-            raise InvalidScores(
-                f"{engine} returned the wrong number of top tokens at positions {start} to {end - 1}: each must have {top_k}"
-            )
+            raise InvalidScores(f"{where} have the wrong number of top tokens: each must have {top_k}")
         for name, values in (
             ("a log-probability", found.logprobs),
             ("the log-probability of one of the most likely tokens", found.top_logprobs),
@@ -286,10 +284,11 @@ class SGLangScoring(_ScoringServer):
 def _build_scores(
     engine: str, logprobs: Sequence[float], tops: Sequence[Sequence[tuple[int, float]]], span: Span, top_k: int
 ) -> TokenScores:
-    if any(len(top) != top_k for top in tops):
-        raise InvalidScores(
-            f"{engine} returned the wrong number of top tokens at positions {span[0]} to {span[1] - 1}: each must have {top_k}"
-        )
+    for position, top in enumerate(tops, span[0]):
+        if len(top) != top_k:
+            raise InvalidScores(
+                f"{engine} returned the wrong number of top tokens at position {position}: {len(top)} instead of {top_k}"
+            )
     shape = (len(tops), top_k)
     with np.errstate(over="ignore"):  # `check_scores` rejects numbers that become infinite
         return TokenScores(

@@ -307,8 +307,8 @@ class TemplateRenderer:
     ) -> tuple[int, str] | str | None:
         """Return the closing token of the last turn, and the text that the template writes after it for the new messages.
 
-        If this kind of transition has no bridge, return the reason. Return None if the template rejects the new messages or does not write
-        them after the turn.
+        If this kind of transition has no bridge, return the reason. Return None if the template rejects the conversation, or does not write
+        the turn, its closing token, or a new system message after it.
         """
         if len(new) > _MAX_FORM_MESSAGES:
             few = _thin_out(new)
@@ -429,7 +429,8 @@ class TemplateRenderer:
         """Render the new messages after a short replacement for the conversation.
 
         The replacement consists of the system message, if any, one question, and a turn of the same shape as `message`. Return the closing
-        token of the turn, and the text after it. Return None if the template rejects these messages or does not write them after the turn.
+        token of the turn, and the text after it. Return None if the template rejects the conversation, or does not write the turn, its
+        closing token, or a new system message after it. Other new messages may be missing from the text.
         """
         # One tool is enough: what a template writes here may depend on whether there are tools, but not on which ones.
         stand_in = [Message("user", "x"), build_stand_in(message)]

@@ -203,9 +203,9 @@ class FeedLog:
     def _fill_earlier(
         self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]
     ) -> None:
-        """Add outcomes to a feed that were recorded before it was opened.
+        """Add to a feed the outcomes that were recorded before the feed was opened.
 
-        If a group was closed between two of its outcomes, its outcomes up to then become one delivery.
+        If a group was closed between two of these outcomes, those that were waiting when it was closed become one delivery.
         """
         entries = [
             (at, make_entry(db, key, known_as, outcome))

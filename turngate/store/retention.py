@@ -194,7 +194,10 @@ def _find_new_reasons(db: StoreConnection, sessions: Sequence[OldSession]) -> di
 
 
 def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
-    """Return why sessions must be kept whatever their age, by key. Sessions that may be removed are omitted."""
+    """Return, by session key, why a session is still needed: for a feed, or because it has not been shipped.
+
+    Other sessions are omitted. The caller checks whether they are open, damaged or too new.
+    """
     marks = ",".join("?" * len(keys))
     filling = db.execute("SELECT name FROM filling JOIN feeds ON feeds.key=feed LIMIT 1").fetchone()
     if filling is not None:

@@ -65,7 +65,7 @@ def _read_files(solution: Solution) -> Iterator[tuple[str, bytes]]:
     paths = sorted(solution.files.rglob("*"))
     if links := [path for path in (solution.files, *paths) if path.is_symlink()]:
         raise TaskError(
-            f"{links[0]} is a link, which could point to a private file on this machine; replace it with a regular file",
+            f"{links[0]} is a symbolic link, which could lead to private files; replace it with a copy of the file or folder",
             param="solution",
         )
     try:

@@ -177,7 +177,10 @@ def _check_turn_values(exported: ExportedTree) -> None:
     for number, row in enumerate(rows):
         rewards = exported.turn_rewards[number] if exported.turn_rewards else ()
         if any(not 0 <= reward.start < reward.end <= len(row.ids) for reward in rewards):
-            raise ConfigError(f"turn_rewards[{number}] has a reward outside its row", param="turn_rewards")
+            raise ConfigError(
+                f"turn_rewards[{number}] has a reward whose 'start' and 'end' are not a range of the row's {len(row.ids)} tokens",
+                param="turn_rewards",
+            )
         if exported.turn_advantages and len(exported.turn_advantages[number]) != len(row.spans):
             raise ConfigError(
                 f"turn_advantages[{number}] must have one value per turn (turns: {len(row.spans)})",
