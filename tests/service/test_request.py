@@ -52,7 +52,7 @@ def test_minimal_request() -> None:
         ({"api_key": "sk-1"}, "api_key", "api_key is not a known argument"),
         ({"upload_files": ["a"]}, "upload_files", "must be an object, not a list"),
         ({"upload_files": {"/etc/passwd": ""}}, "upload_files", "must be the relative path"),
-        ({"upload_files": {"a/../../b": ""}}, "upload_files", "without .."),
+        ({"upload_files": {"a/../../b": ""}}, "upload_files", "without '..'"),
         ({"upload_files": {"": ""}}, "upload_files", "path of a file"),
         ({"upload_files": {"a\0": ""}}, "upload_files", "path of a file"),
         ({"upload_files": {"a/": ""}}, "upload_files", "path of a file"),

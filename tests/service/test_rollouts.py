@@ -470,7 +470,7 @@ def hosted_endpoint(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 async def test_catalog_endpoint_is_observed_with_its_key(hosted_endpoint: dict[str, Any]) -> None:
     async with run_endpoint() as endpoint:
         async with run_service(endpoints={"openai://gpt": Endpoint(url=endpoint.url, **hosted_endpoint)}) as service:
-            with pytest.raises(BadRequest, match="use observe"):
+            with pytest.raises(BadRequest, match="choose one of: observe"):
                 service.rollouts.start(service.request(model_key="openai://gpt", mode="direct"))
             result = await service.rollouts.run(service.request(SHOW, model_key="openai://gpt"))
             assert "Heard this." in result.log_tails["stdout"] and SECRET not in result.log_tails["stdout"]
@@ -495,7 +495,7 @@ async def test_custom_endpoint_gets_no_key(hosted_endpoint: dict[str, Any]) -> N
             direct = await service.rollouts.run(that)
             assert direct.log_tails == {"stdout": "Heard that.\n"} and (direct.mode, direct.reward) == ("direct", 1.0)
             assert (direct.turns, direct.turn_count, direct.capture, direct.session) == ([], 0, "none", "")
-            assert any("only the agent's own logs are kept" in note and "1 call" in note for note in direct.notes)
+            assert any("so no turns are recorded" in note and "1 call" in note for note in direct.notes)
             kinds = {event.kind for event in await service.all_events(direct.rollout_id)}
             assert kinds == {"queued", "started", "stage", "ended"}
             endpoint.redirects = True

@@ -135,7 +135,7 @@ def test_exit_code_and_function_graders(tmp_path: Path) -> None:
         ({"task.toml": '[turngate]\ndecides = "luck"'}, r"turngate.decides must be one of .*, not 'luck'"),
         ({"task.toml": '[turngate]\ngrader = "grade"'}, "must be module:function or file.py:function, not 'grade'"),
         ({"task.toml": '[turngate]\ngrader = "no.py:grade"'}, r"refers to .*no\.py, which does not exist"),
-        ({"task.toml": "[[turngate.rubric]]\nname = 'a'"}, "either script"),
+        ({"task.toml": "[[turngate.rubric]]\nname = 'a'"}, "either 'script'"),
         (
             {"task.toml": "[[turngate.rubric]]\nname = 'a'\nscript = '../x.sh'"},
             r"refers to '\.\./x\.sh', which is not a file in",
