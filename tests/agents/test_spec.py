@@ -104,6 +104,10 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
             "install.prepare[1]: only {install}, {program} and {node} can be used here",
         ),
         (
+            '[[check]]\nsay = "In {home}."',
+            "check[0]: {home} is not a known placeholder; only {workdir} can be used here",
+        ),
+        (
             'preload = ["json"]',
             'preload needs install.pip, a command that begins with "{python}", "{install}", and no stdin',
         ),

@@ -1,7 +1,7 @@
 """The description of an agent, loaded from TOML: how to install, configure and start the agent, and how to read its transcript.
 
 The presets are in `catalog/`. Users can add their own files with `--agent ./my.toml`, `$TURNGATE_AGENTS` (files or folders) or
-`~/.config/turngate/agents/`. A user's agent replaces a preset with the same name. A description is fully validated when it is loaded.
+`~/.config/turngate/agents/`. A user's agent replaces a preset with the same name. A description is validated when it is loaded.
 Unknown fields, unknown placeholders and a key in a command line are errors.
 """
 
@@ -157,7 +157,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     shell_call: ShellCall | None = None  # None if the agent has no tool that runs a shell command
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield the field name and the value of each text that may contain placeholders, except for the arguments of tool calls."""
+        """Yield the field name and the value of each text that may contain placeholders, except for those in `check` and `shell_call`."""
         yield from ((f"command[{n}]", word) for n, word in enumerate(self.command))
         yield "stdin", self.stdin
         yield from ((f"install.prepare[{n}]", word) for n, word in enumerate(self.install.prepare))
@@ -384,6 +384,11 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
             yield field, f"{field}: only {{install}}, {{program}} and {{node}} can be used here"
         if field.startswith("signals.") and set(placeholders.find_names(text)) - {"model", "small_model"}:
             yield field, f"{field}: only {{model}} and {{small_model}} can be used here"
+    for n, step in enumerate(spec.check):
+        try:
+            placeholders.fill(msgspec.json.encode(step).decode(), {"workdir": "x"})
+        except placeholders.UnknownPlaceholder as error:
+            yield f"check[{n}]", f"check[{n}]: {{{error.name}}} {error}; only {{workdir}} can be used here"
     install = spec.install
     for name, field, value in (
         ("install", "npm or pip", install.npm or install.pip),

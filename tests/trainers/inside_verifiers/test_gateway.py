@@ -271,6 +271,21 @@ async def test_unregister_is_idempotent() -> None:
             await rollouts.register("r1", {"model": "m"})
 
 
+async def test_request_is_repeated_while_the_gateway_stops() -> None:
+    statuses = ["503 Service Unavailable", "404 Not Found"]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {statuses.pop(0)}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, RolloutApi(f"http://127.0.0.1:{port}", "key") as rollouts:
+        await rollouts.cancel("r1")
+    assert statuses == []
+
+
 async def test_disabled_mixin_does_nothing(requests: list[str]) -> None:
     async with gateway() as g:
         trace = await run_rollout(g, "pass", harness={"gateway_enabled": False, "gateway": ""})

@@ -138,7 +138,7 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
     async def _request(
         self, method: str, rollout: str, verb: str, body: Mapping[str, Json] | None = None, *, gone: bool = False
     ) -> bytes:
-        """Send a request, and retry while the gateway is restarting. If `gone` is set, status 404 is not an error."""
+        """Send a request, and retry while the gateway cannot be reached. If `gone` is set, status 404 is not an error."""
         url = f"{self.url}/v1/rollouts/{quote(rollout)}/{verb}"
         unreachable = (aiohttp.ClientError, TimeoutError, OSError)
         try:
@@ -156,6 +156,8 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
             if response.status == 200 or (gone and response.status == 404):
                 return content
             text = content.decode("utf-8", "replace")[:300]
+            if response.status == 503:  # the gateway is stopping, and may be restarted
+                raise aiohttp.ClientError(f"status 503: {text}")
             raise vf.InterceptionError(f"gateway: {url} returned status {response.status}: {text}")
 
 
