@@ -250,7 +250,7 @@ class SandboxStuck(SandboxGone):
 
 
 class SandboxTooLarge(SandboxError):
-    """Files in the sandbox or the output of its processes exceed a limit, such as the sandbox's limit on disk space."""
+    """Files in the sandbox or the output of its processes exceed a limit, such as the limit on disk space. The agent may be at fault."""
 
     retry_safe = False
 

@@ -383,7 +383,7 @@ class TokenScore(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """Newly sampled text.
 
-    In observe mode, a delta of kind `signature` contains the provider's signature for the reasoning. It is the last delta of the reasoning.
+    In observe mode, a delta of kind `signature` contains the provider's signature for the model's thinking.
     """
 
     kind: Literal["content", "reasoning", "signature"]

@@ -221,7 +221,7 @@ def test_finished_run(data: Path) -> None:
     assert f"  trace   1 turn (1 main), {outcome['sampled_tokens']} sampled tokens, 1 row" in lines
     assert f"  inspect turngate show {outcome['session']} --data {data}" in lines
     assert f"  files   {data / 'rollouts' / outcome['session']}" in lines
-    assert "  sandbox local does not isolate: network" in lines
+    assert "  sandbox local does not enforce: network" in lines
     assert (outcome["status"], outcome["exit_code"], outcome["agent"]) == ("finished", 0, "shell")
     assert sessions(data) == [("sealed", "")]
     assert oct((data).stat().st_mode & 0o777) == "0o700"

@@ -77,7 +77,7 @@ async def test_grader_receives_exactly_the_collected_work(isolated: GradingEnvir
     work = await run_agent_on_task(
         task, isolated, "rm -r gone was prices.py; touch \"$(printf 'odd\\377')\" a; ln -s a b", tmp_path / "work"
     )
-    assert work.left_out == ("tool: the link points outside the folder",)
+    assert work.left_out == ("tool: the link could point outside the folder",)
     result = await kit.grade_and_check(task, work, isolated)
     listed = [line for line in result.log.splitlines() if " ./" in line]
     assert [line.split(" ")[1] for line in listed if "odd" not in line] == ["./a", "./b", "./tool"]

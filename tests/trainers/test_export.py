@@ -658,7 +658,7 @@ def test_recorded_side_data_is_known(recording: Recording) -> None:
     [
         ("{", "routed_experts cannot be read as JSON"),
         pytest.param("[" * 5000, "routed_experts cannot be read as JSON: a value is nested too deeply", id="nested"),
-        ("null", "'side' does not contain valid side data"),
+        ("null", "the side data is invalid"),
     ],
 )
 def test_damaged_experts_are_rejected(text: str, problem: str) -> None:

@@ -72,7 +72,9 @@ class _Job(msgspec.Struct, frozen=True):
 
 
 class Client:
-    """A client that runs several rollouts on one gateway. Leaving its `async with` block ends the rollouts that are still running.
+    """A client that runs several rollouts on one gateway or, with `cluster=`, on a Ray cluster.
+
+    Leaving its `async with` block ends the rollouts that are still running.
 
     `model` is a key of the catalog in `config=`, a string KIND://MODEL@URL (such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000), an
     `Endpoint`, or a `ServiceConfig` with one endpoint. If `gateway=` is set, `model` is the name of one of that gateway's models and may be
@@ -400,7 +402,7 @@ async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllAr
     """Run one rollout to completion (create a sandbox, run the agent and grade its work), and return its result.
 
     `task` is a `Task`, a path (a task folder, a text file or `rows.jsonl#ID`), a row as a dict, or an instruction. `model` is
-    KIND://MODEL@URL (such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000), an `Endpoint`, or a key of the catalog in `config=`.
+    KIND://MODEL@URL (such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000), or another value that `Client` accepts.
     `ClientArguments` and `RunArguments` list the other arguments.
 
     Cancelling the call ends the agent and removes its sandbox. Unless `gateway=` is set, each call starts and stops its own gateway. For

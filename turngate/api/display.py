@@ -25,7 +25,7 @@ from turngate.trace.sample import Sample
 from turngate.types import Json
 
 _MAX_TURNS = 40  # half of them from the beginning, half from the end
-_MAX_TOKENS = 4_000  # over all turns
+_MAX_TOKENS = 4_000  # over all turns on a page, per turn in a terminal
 _MAX_TEXT = 4_000  # characters
 _MAX_FILES = 30
 _MAX_LINES = 200  # per table

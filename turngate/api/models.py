@@ -163,7 +163,7 @@ def _build_scripted(name: str) -> Endpoint:
 
 
 def _build_key(kind: str, name: str) -> str:
-    """Return the catalog key for a model. Characters that are not allowed in keys are replaced."""
+    """Return the catalog key for a model. Characters of `name` that are not allowed in a key are replaced or left out."""
     return f"{kind}://{re.sub(r'[^A-Za-z0-9._:/@+-]+', '-', name).lstrip('./-') or kind}"
 
 

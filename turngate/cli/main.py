@@ -230,11 +230,11 @@ def batch(options: flags.BatchOptions) -> None:
 def train(options: flags.TrainOptions) -> None:
     """Train a model with GRPO on the rewards of an agent's rollouts (needs the `local` extra).
 
-    The trainer, the gateway and the engine run in this process. With --ray, the agents and the gateways that serve them run on the nodes
-    of a Ray cluster.
+    The trainer and the engine run in this process. The agents and their gateway run on this machine or, with --ray, on the nodes of a Ray
+    cluster (one gateway per node).
 
     Exit codes:
-    0 if training reached the last step;
+    0 if training reached the last step and at least one rollout was graded;
     2 if an option is invalid or the command could not run;
     3 if no rollout was graded;
     130 if the command was stopped by Ctrl-C or because its output was closed.
@@ -418,8 +418,8 @@ def agents_new(
 ) -> None:
     """Run an agent's command once against the scripted engine, and write a first description of the agent.
 
-    The command runs on this machine with an empty HOME. It gets the prompt on standard input, unless it contains {prompt} or
-    {prompt_file}. Check the result with `turngate agents check ./NAME.toml`.
+    The command runs on this machine with an empty HOME. It gets the prompt on standard input, unless the command or --env contains {prompt}
+    or {prompt_file}. Check the result with `turngate agents check ./NAME.toml`.
 
     Exit codes:
     0 if the description was written;

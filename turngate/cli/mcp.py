@@ -40,7 +40,7 @@ STOPPING = "Stopping: aborting rollouts and removing their sandboxes; the record
 
 
 def serve_mcp(options: McpOptions) -> None:
-    """Serve MCP until the client disconnects or a signal stops the server."""
+    """Serve MCP until a signal stops the server or, on stdio, until the client disconnects."""
     overrides = {"data": options.data, "sandbox": options.sandbox, "running": options.running}
     config = load_config(options.config, overrides | ({"endpoints": SCRIPTED_ENDPOINTS} if not options.config else {}))
     if not config.endpoints and not config.allowed_hosts:

@@ -113,7 +113,7 @@ def create_key(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Create a key and print it. The key cannot be shown again."""
+    """Create a key, and print it or write it to a file. The key cannot be shown again."""
     from turngate.cli.projects import create_key, show_new_key
 
     seconds = None if days is None else days * 86400
@@ -133,7 +133,7 @@ def rotate_key(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Replace a key with a new key that has the same scopes, and print the new key."""
+    """Replace a key with a new key that has the same scopes, and print the new key or write it to a file."""
     from turngate.cli.projects import create_key, show_new_key
 
     new = or_exit(lambda: create_key(gateway, lambda client: client.rotate_key(prefix, grace_hours * 3600), out))

@@ -289,7 +289,7 @@ def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Cons
         _print_line(console, "warning", sanitize_line(text), "yellow")
     if outcome.not_enforced:
         not_isolated = ", ".join(outcome.not_enforced)
-        _print_line(console, "sandbox", f"{outcome.sandbox} does not isolate: {not_isolated}", "dim")
+        _print_line(console, "sandbox", f"{outcome.sandbox} does not enforce: {not_isolated}", "dim")
     for text in outcome.collected.missing:
         _print_line(console, "missing", sanitize_line(text), "yellow")
     for text in outcome.collected.differences:

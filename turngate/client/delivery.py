@@ -239,7 +239,7 @@ def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
     edges = [0, *(edge for span in wire.spans for edge in span), tokens]
     if edges != sorted(edges):
         raise DamagedDelivery(
-            f"{where}: the spans of {wire.name}, {wire.spans}, overlap, are out of order, or lie outside the row of {tokens} tokens"
+            f"{where}: the spans of {wire.name}, {wire.spans}, overlap, are out of order, or lie outside the {tokens} tokens"
         )
     count = sum(end - start for start, end in wire.spans)
     try:

@@ -1,4 +1,4 @@
-"""Feed client for trainers: delivers each complete group exactly once, as numpy rows.
+"""Feed client for trainers: delivers complete groups, one after another, as numpy rows or as trees.
 
     async with GatewayClient(url, key) as gateway, await Feed.open(gateway, "math", FeedConfig(n=8)) as feed:
         async for delivery in feed:

@@ -135,7 +135,7 @@ class GatewayClient(FeedClient):
         return await self._request("POST", f"/admin/sessions/{quote(session)}/cancel", SessionInfo)
 
     async def delete(self, session: str) -> None:
-        """Delete a session and everything that was recorded for it."""
+        """End a session, and delete its recorded data and events."""
         await self._request("DELETE", f"/admin/sessions/{quote(session)}", IgnoredReply)
 
     async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:

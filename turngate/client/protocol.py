@@ -1,6 +1,7 @@
 """The messages that a gateway and its clients exchange.
 
-Messages are JSON unless they are described as msgpack. Clients ignore unknown fields, so they can talk to a newer gateway.
+Messages are JSON unless they are described as msgpack. Clients ignore unknown fields, except in the settings of a feed and the quotas of a
+project, so they can usually talk to a newer gateway.
 """
 
 from __future__ import annotations
@@ -543,8 +544,7 @@ class FeedReader(msgspec.Struct, frozen=True):
 def check_feed_name(name: str) -> None:
     if not _FEED_NAME.fullmatch(name):
         raise BadRequest(
-            f"the name of a feed must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit, "
-            f"not {name[:200]!r}",
+            f"invalid name of a feed: {name[:200]!r}; use 1 to 128 letters, digits, '-', '_', '.' or ':', and start with a letter or digit",
             param="name",
         )
 

@@ -28,7 +28,7 @@ _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class GatewayUnreachable(TurngateError):
-    """The gateway cannot be reached, is stopping, or cannot write to its store (503). It did not carry out the request."""
+    """The gateway cannot be reached, or returned status 503, for example because it is stopping. The request is safe to send again."""
 
     status = 503
     kind = "gateway_unreachable"
@@ -43,7 +43,7 @@ class GatewayReplyLost(GatewayUnreachable):
 
 
 class RequestRejected(TurngateError):
-    """The gateway rejected the request. `answered` is the HTTP status of its reply."""
+    """The gateway answered the request with an error. `answered` is the HTTP status of its reply."""
 
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(f"gateway: {message}", param=param)

@@ -291,7 +291,10 @@ def _decode_call(block: _Block, where: str) -> ToolCall:
 
 
 def _decode_user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> list[Message]:
-    """Decode the blocks of a user turn, keeping their order. Each tool result and each sequence of other blocks becomes a message."""
+    """Decode the blocks of a user turn, keeping their order. Each tool result and each sequence of other blocks becomes a message.
+
+    A sequence without text is left out, unless the turn contains nothing else.
+    """
     messages: list[Message] = []
     for is_result, run in groupby(blocks, lambda placed: placed[0].type == "tool_result"):
         if is_result:

@@ -1,8 +1,9 @@
 """OpenAI Responses: `POST /v1/responses` (or a WebSocket at this path) and `POST /v1/responses/input_tokens`, which counts tokens.
 
 The fields of a request are validated here. `responses_history.py` decodes the conversation, `responses_tools.py` decodes the tools, and
-`responses_reply.py` encodes the replies. Unless a request sets `store` to false, later requests may refer to its response, and to the
-response's items, by id.
+`responses_reply.py` encodes the replies. Unless a request sets `store` to false, later requests of the session may refer to its
+response, and to the response's items, by id. On a WebSocket, a request may also continue the connection's latest responses, even if they
+are not stored.
 """
 
 from __future__ import annotations
@@ -410,7 +411,9 @@ def _decode_text_format(text: _Text) -> Constraint | None:
 
 
 def _echo_request(request: ResponsesRequest, reasoning: _Reasoning) -> bytes:
-    """Encode the response fields that repeat the request. For settings that the gateway ignores, encode the values that are in effect.
+    """Encode the response fields that repeat the request.
+
+    For settings that the gateway does not support, such as `truncation`, encode the values that are in effect.
 
     The result is a JSON object without its braces. It must not depend on the request's items, because requests that differ only in their
     items share it.

@@ -65,7 +65,7 @@ class InvalidEncryptedContent(BadRequest):
 
 
 class ItemNotFound(BadRequest):
-    """The request refers to an item by an id, but no item with this id is stored in the session."""
+    """An item reference in the request has no id, or no item with its id is stored in the session."""
 
     status = 404
     kind = "item_not_found"

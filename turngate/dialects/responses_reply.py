@@ -50,7 +50,8 @@ class ResponsesReplyOptions(msgspec.Struct, frozen=True):
 
 
 # ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# `%b` is a placeholder for JSON (or, between quotes, for an id) and `%d` for a number. The first placeholder is the sequence number.
+# `%b` is a placeholder for JSON (or, between quotes, for an id or a status) and `%d` for a number. The first placeholder of an event is its
+# sequence number.
 
 
 def _event(name: str, fields: bytes) -> bytes:

@@ -61,7 +61,7 @@ CHECKS = (
         where="here",
         timeout_s=10,
         run=machine.check_port,
-        description="The port is free or used by the gateway of this data folder. Otherwise, the check names the program that uses it.",
+        description="The port is free or used by the gateway of this data folder. Otherwise, the check names the other program if it can.",
     ),
     DoctorCheck(
         name="clock",
@@ -75,7 +75,7 @@ CHECKS = (
         where="anywhere",
         timeout_s=5,
         run=machine.check_open_files,
-        description="The hard limit allows at least 8,192 open files. Each session needs two.",
+        description="The hard limit allows at least 8,192 open files. Each active session needs two.",
     ),
     DoctorCheck(
         name="memory",
@@ -173,7 +173,7 @@ CHECKS = (
         where="anywhere",
         timeout_s=180,
         run=agents_and_sandboxes.check_sandboxes,
-        description="A sandbox of each kind starts, runs `true` and, if it isolates the network, has no network access.",
+        description="A sandbox of each chosen kind starts, runs `true` and, if it isolates the network, has no network access.",
     ),
 )
 

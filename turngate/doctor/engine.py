@@ -208,12 +208,12 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
             "so they are correct only at temperature 1 without truncation",
             "start vLLM with --logprobs-mode processed_logprobs"
             if name.startswith("vllm")
-            else 'set temperature 1 in the session setting sampling, and keep bias at its default "neutral"',
+            else 'set "temperature" to 1 in the session setting "sampling", and keep "bias" at its default, "neutral"',
         )
     return warning(
         f"{name}: log-probabilities are computed after temperature but before truncation, "
         "so they are correct only without top-p, top-k and min-p",
-        'keep the session setting bias at its default "neutral", which ignores the truncation that agents request',
+        'keep the session setting "bias" at its default, "neutral", which ignores the truncation that agents request',
     )
 
 

@@ -133,7 +133,10 @@ def _check_shared_store(data: str) -> CheckOutcome:
     try:
         store = open_store_for_reading(data)
     except ConfigError as error:
-        return failure(error.message, "start PostgreSQL, or correct the address in --data")
+        return failure(
+            error.message,
+            "if the database cannot be reached, start PostgreSQL or correct the address in --data; otherwise, do what the message says",
+        )
     try:
         return ok(f"{name}: the shared store answers; events so far: {store.events.newest()}")
     except StoreError as error:

@@ -5,9 +5,9 @@
         ids, logprobs = sample(call.prompt, call.max_tokens, call.sampling)
         await call.answer(ids, logprobs)
 
-The pipeline uses the gate like any other engine, and `server/gate.py` serves trainers in other processes. A call is *waiting*, then
-*taken*, then *ended*. Every change of state happens under one lock, so an answer and the agent's disconnect cannot both end a call. Ended
-calls are remembered for a while, so that a late answer gets an error that explains why it is no longer needed.
+The pipeline uses the gate like any other engine, and `server/gate.py` serves trainers in other processes. A call is *waiting*, *taken*
+or *ended*. Every change of state happens under one lock, so an answer and the agent's disconnect cannot both end a call. Ended calls
+are remembered for a while, so that a late answer gets an error that explains why it is no longer needed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ class Gate:
                 return
             if ticket.until is not None and now >= ticket.until:
                 if ticket.sent:
-                    ticket.push(EngineUnavailable("the trainer stopped responding in the middle of this answer"))
+                    ticket.push(
+                        EngineUnavailable("the trainer stopped responding in the middle of this answer; retry the call")
+                    )
                     self._end(ticket, "its lease expired in the middle of the answer")
                     return
                 self._requeue(ticket)

@@ -38,7 +38,7 @@ class PoolTiming(msgspec.Struct, frozen=True, kw_only=True):
     A replica that is up is checked every `check_s`. It is marked down after `misses` consecutive failed checks, because a single failure
     under load means little, and moving sessions loses their caches. One failure is enough if the replica was never up, has the wrong
     weights, or was unavailable for a call. A replica that is down is checked after `backoff_s`, with exponential backoff up to
-    `backoff_max_s`, and before a call if no other replica is up. The load is read every `load_s`, but less often if the engine answers
+    `backoff_max_s`, and before a call if no replica accepts calls. The load is read every `load_s`, but less often if the engine answers
     slowly. If `load_s` is 0, the load is never read.
     """
 

@@ -1,7 +1,7 @@
 """The scripted engine, which replays the token ids, delays and faults in its script. It runs in process, without HTTP.
 
-It is used by tests and by `turngate serve --engine scripted`. Unless the script sets log-probabilities, they are derived from the prompt
-and the ids (`derive_logprobs`), so they prove which prompt a recorded turn was conditioned on.
+It is used, for example, by tests and by `turngate serve --engine scripted`. Unless the script sets log-probabilities, they are derived from
+the prompt and the ids (`derive_logprobs`), so they prove which prompt a recorded turn was conditioned on.
 """
 
 from __future__ import annotations

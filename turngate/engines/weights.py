@@ -56,8 +56,8 @@ class UpdatableReplica(Protocol):
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
         """Load these weights. Set `frozen` if calls in flight are paused: the engine then keeps its cache if they need it.
 
-        If a failed load of a whole model leaves unusable weights, `health` must report the replica as unhealthy. This includes a load
-        without any path, of weights whose location is unknown.
+        If a failed load of a whole model leaves unusable weights, `health` must report the replica as unhealthy. The same applies if
+        both paths are empty: the location of the weights is unknown, so loading them always fails.
         """
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:

@@ -5,8 +5,8 @@
     remove  drain the engine, wait until its calls have ended, and remove it from the list
 
 The list in the store is authoritative (`engine_list.py`), and `LocalEngines` makes the pool of this process match it. A change is applied
-through an `EngineGroup`: the pool of this process, or the pools of all workers or cells. Changes and weight updates never run at the
-same time.
+through an `EngineGroup`: the pool of this process, or the pools of all workers or cells. In one gateway, changes to the
+list and weight updates never run at the same time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ share, the rest goes to the other projects. Each project with calls has at least
 call.
 
 Calls wait here only while all engines report long queues, or to leave room for other cells (see below). While calls are waiting, each call
-that ends lets another one in, so the load of the engines does not drop. A gateway with only one project lets every call through.
+that ends lets another one in, so the load of the engines does not drop. Until a gateway has a second project, it lets every call through.
 
 If several cells use the same engines, each cell has a part of every project's share (`cell_parts.py`). The next call in a cell comes from
 the project with the fewest running calls relative to the cell's part. While another cell has a waiting call that would fit within that
@@ -164,7 +164,7 @@ class FairShares:
         is_held: Callable[[], bool] = lambda: False,
         read_room: Callable[[], float] = lambda: inf,
     ) -> None:
-        self.is_active = False  # whether there are several projects
+        self.is_active = False  # whether there are, or have been, several projects
         self.queue: FairQueue[asyncio.Future[None]] = FairQueue(weight)
         self._read_saturated = is_saturated
         self._is_held = is_held  # whether calls wait at the fence

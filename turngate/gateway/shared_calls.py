@@ -2,8 +2,8 @@
 
 Each process of a cell sends its counts with its reports to the shared fence (`shared_fence.py`), and then reads the counts of the other
 processes. No call waits for this. Counts expire after two fifths of the lease, which is twice the time between regular reports. No counts
-are sent while there is only one project, while calls are held at the fence (as they are after the lease has lapsed), or while no engine
-accepts calls. A process that cannot reach the shared store uses only its own counts.
+are sent while calls are held at the fence (as they are after the lease has lapsed), while no engine accepts calls, or as long as there has
+never been more than one project. A process that cannot reach the shared store uses only its own counts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SharedCalls:
         return identify_engines((replica.address for replica in self._pool.replicas), self._host)
 
     def encode(self) -> str:
-        """Return this process's report as JSON, or an empty string if there is only one project or no call can start now."""
+        """Return this process's report as JSON, or an empty string if it must not be sent now (see the module)."""
         if not (self._shares.is_active and self._fence.admits and self._pool.accepts_calls):
             return ""
         calls = self._shares.queue.count()
@@ -93,6 +93,6 @@ class SharedCalls:
     def longest_pause_s(self) -> float:
         """An upper limit on the time until the next report, in seconds.
 
-        It is infinite unless calls are waiting or a new call would have to wait.
+        It is infinite unless calls are waiting, or calls are running and the engines are saturated.
         """
         return max(REPORT_S, self._cells / _CELLS_PER_S) if self._shares.is_contended else float("inf")

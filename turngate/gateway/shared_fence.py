@@ -100,7 +100,7 @@ class FollowedUpdates(WeightUpdates):
 
 def _refusal() -> Conflict:
     return Conflict(
-        "this cell follows the fence of the shared store; pause and resume calls and load weights at the gateway on the shared store"
+        "this cell follows the fence of the shared store; to pause calls, resume calls or load weights, use the gateway on the shared store"
     )
 
 

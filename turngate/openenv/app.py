@@ -4,7 +4,7 @@
     uvicorn turngate.openenv.app:create --factory
 
 Endpoint keys are read from the environment variables that the service's settings name. If `TURNGATE_OPENENV_KEY` is set, callers must send
-that key.
+that key, except to `/health`.
 """
 
 from __future__ import annotations

@@ -200,7 +200,8 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
     async def list_rollouts(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
         """Return up to `limit` rollouts of all clients, newest first. If `status` is set, return only those with this status.
 
-        For the next page, set `before` to the id of the last rollout of the previous page.
+        The status `done` selects all rollouts that have ended. For the next page, set `before` to the id of the last rollout of the
+        previous page.
         """
         return await self._call("list_rollouts", RolloutList, status=status, limit=limit, before=before)
 

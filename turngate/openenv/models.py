@@ -38,7 +38,7 @@ class TurngateObservation(CallToolObservation):
     """
 
     rollout_id: str = Field(
-        default="", description="The rollout's id, or empty if the call did not refer to a single rollout"
+        default="", description="The rollout's id, or empty if the call failed or was not about a single rollout"
     )
     status: str = Field(
         default="",

@@ -77,7 +77,7 @@ def _trailing_token(text: str, tokenizer: Tokenizer, syntax: Syntax) -> int | No
 
 
 def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` if the template cannot render a simple conversation, or writes a marker that is not a single token."""
+    """Raise `ConfigError` if the template cannot render a simple conversation, or if a marker should be a single token but is not."""
     try:
         text = template.text([_USER, _ANSWER, _USER], generate=True, kwargs={})
     except BadRequest as error:

@@ -1,8 +1,8 @@
 """Parse sampled text incrementally into reasoning, content and tool calls.
 
 The same parser is used for streamed and non-streamed replies. Its output is sent to the agent, and stored in the trace as the turn's
-message. `call_syntax.py` describes how models mark reasoning and calls. Text between call markers that is not a valid call is delivered
-unchanged, as content.
+message. `call_syntax.py` describes how models mark reasoning and calls. Outside reasoning, text between call markers that is not a valid
+call is delivered unchanged, as content, together with the markers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Run a batch with the scripted engine, which replays the reference solution in every second rollout of each group.
 
-The rewards within a group therefore differ, so its advantages are not zero. This makes it possible to try a trainer without a model.
+The rewards within a group of two or more therefore differ, so its advantages are not zero. This makes it possible to
+try a trainer without a model.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Slot:
 
     @property
     def agent_is_done(self) -> bool:
-        """Whether the agent's work is being graded or is about to be."""
+        """Whether the agent is done. Its work may still have to be graded."""
         return self._state in ("done", "grade")
 
     def leave(self) -> None:

@@ -375,7 +375,8 @@ class Rollout:
     async def _count_turns(self, limit_s: float) -> None:
         """Ask the gateway how many turns, tokens and rows it has recorded.
 
-        If the request fails, take the turns and tokens from the gateway's events. The number of rows is then unknown.
+        If the gateway does not report the turns and tokens, take them from its events. If it does not report the rows, their number stays
+        unknown.
         """
         outcome = self.outcome
         if not outcome.session:

@@ -170,7 +170,10 @@ def list_recorded_turns(trace: DecodedTrace, calls: Sequence[ToolCallView]) -> R
 
 
 def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
-    """Build the settings with which the session is opened. The settings in `spec.session` take precedence, except for `purpose`."""
+    """Build the settings with which the session is opened.
+
+    The settings in `spec.session` take precedence. Only `purpose` is overridden, unless `bias` is `record`.
+    """
     attempt = {"rollout": spec.rollout, "attempt": spec.attempt} if spec.rollout else {}
     metadata = {
         "task": spec.task.id,

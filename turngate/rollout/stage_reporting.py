@@ -31,7 +31,7 @@ LIMITS_S: Mapping[Stage, float] = {
 
 
 class Stages:
-    """Runs the stages of one rollout: limits and measures the duration of each stage, and reports its start."""
+    """Runs the stages of one rollout. It reports the start of each stage, and limits and measures its duration."""
 
     def __init__(
         self, outcome: Outcome, progress: RolloutProgress, watch: ProgressCallback, events: StageEvents

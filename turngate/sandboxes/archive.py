@@ -180,7 +180,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, check_deadline: Callable[[
         if place and stays_inside(len(place) - 1, target):
             _make_symlink(root, list(place), target)
         else:
-            skipped.add("/".join(place), "the link points outside the folder")
+            skipped.add("/".join(place), "the link could point outside the folder")
     return skipped.summary()
 
 

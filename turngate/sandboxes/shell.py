@@ -432,9 +432,10 @@ echo "$code" >{folder}/code.new && mv {folder}/code.new {folder}/code
 
 
 def kill_script(folder: str, grace_s: float) -> str:
-    """Return a script that ends a command with SIGTERM, then SIGKILL.
+    """Return a script that ends a command with SIGTERM, and with SIGKILL if that takes longer than `grace_s` seconds.
 
-    It signals the command's process group and all processes whose environment names the job (`TURNGATE_JOB`).
+    If `grace_s` is 0, the script sends only SIGKILL. It signals the command's process group and all processes whose environment names the
+    job (`TURNGATE_JOB`).
     """
     return f"""
 mine() {{ grep -sl TURNGATE_JOB={posixpath.basename(folder)} /proc/[0-9]*/environ | cut -d/ -f3; }}

@@ -105,7 +105,7 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _reap_guards(guards: Guards) -> None:
-    """Reap children that have ended. If a guard was killed, kill its command's processes before the job is reported as ended."""
+    """Reap children that have ended. If a guard was killed or failed, kill its command's processes before the job is reported as ended."""
     dead = _reap_children()
     ended = [(job, guard) for job, (guard, _) in guards.items() if guard in dead]
     pipes = [guards.pop(job)[1] for job, _ in ended]

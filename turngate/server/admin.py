@@ -258,7 +258,9 @@ class AdminRoutes:
         """Stream the events of one session, or the events of all sessions and of the gateway."""
         session_id = request.path_params.get("id", "")
         if session_id and not self._sessions.knows(session_id):
-            raise NotFound(f"unknown session {redact_known(session_id)!r}; no session or event has this id")
+            raise NotFound(
+                f"unknown session {redact_known(session_id)!r}; no session has this id, and there are no events for it"
+            )
         return EventStreamReply(
             self._stream_events(session_id, read_cursor(request, query.after), query.wait),
             headers={"cache-control": "no-cache"},

@@ -45,10 +45,10 @@ class TakeOverQuery(msgspec.Struct, frozen=True):
 
 
 class DeliveriesQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Query parameters. `reader` is the reader's token. The server waits up to `wait` seconds for a delivery with a number above `after`.
+    """Query parameters. `reader` is the reader's token. The server waits for a delivery with a number above `after`.
 
-    By default, `after` is the last committed number. With `form=tree`, the rows of a group are returned as a tree that contains each shared
-    prefix only once.
+    It waits up to `wait` seconds, but at most 60. By default, `after` is the last committed number. With `form=tree`, rows are returned as
+    trees. In a tree, a prefix that several rows share occurs once.
     """
 
     reader: str = ""

@@ -70,7 +70,7 @@ class HostedProjects:
     def __init__(self, host: ProjectGateway) -> None:
         self._host = host
         self._open: dict[str, HostedProject] = {}
-        self._removed: set[str] = set()  # deleted projects whose data has been removed from this machine
+        self._removed: set[str] = set()  # deleted projects that this process has finished removing
         self._watching: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[HostedProject]:

@@ -332,7 +332,7 @@ class ProjectGateway:
         self.shares.is_active = True
 
     def detach_project(self, project: ProjectGateway) -> None:
-        """Undo `attach_project` for a project that was deleted."""
+        """Exclude a deleted project from the gateway's work for all projects."""
         if self.cell is not None:
             self.cell.remove_project(project.store)
         self.stale.others.remove(project.stale)

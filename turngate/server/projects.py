@@ -116,7 +116,7 @@ class ProjectRoutes:
         return json_response(self._projects.change(_caller(request), name, body.weight, body.quotas))
 
     async def delete(self, request: Request, query: DeleteProjectQuery) -> JsonReply[DeletedProject]:
-        """Delete a project and everything that was recorded for it."""
+        """Delete a project with its keys and data. The audit log keeps its entries about the project."""
         name = request.path_params["name"]
         await asyncio.to_thread(self._projects.delete, _caller(request), name, force=query.force)
         return json_response(DeletedProject(name))

@@ -87,7 +87,7 @@ class PublicRoutes:
         return self._health_cache[1]
 
     async def start_page(self, request: Request) -> Response:
-        """Respond to agents that check the base URL before they start, and redirect browsers to the web page."""
+        """Respond to agents that check the base URL before they start, and redirect browsers from `/` to the web page."""
         if request.url.path == "/" and request.method == "GET" and "text/html" in request.headers.get("accept", ""):
             return RedirectResponse("/page/", 307, headers=SECURITY_HEADERS)
         return json_response({"turngate": "model calls are served here"})

@@ -309,7 +309,7 @@ class Catalog:
         return EndpointChoice(endpoint=endpoint, mode=chosen, is_custom=bool(endpoint_url))
 
     def _build_custom(self, model_key: str, url: str) -> Endpoint:
-        """Build a caller's own endpoint. If the catalog has an entry `model_key`, copy its settings, except for the secret key."""
+        """Build a caller's own endpoint. If the catalog has an entry `model_key`, copy its settings except the URL and the secret key."""
         self._check_host(url)
         known = self._entries.get(model_key)
         if known is None:

@@ -1,9 +1,10 @@
 """Direct mode: the agent calls the endpoint itself, and only the agent's own logs are kept.
 
 An isolated sandbox can reach only its gateway. In direct mode, a `Forwarder` takes the gateway's place: it forwards model calls to one
-endpoint and returns the replies unchanged. It adds no key, strips credential headers and the session's key, and does not follow redirects.
-It also counts completed generations, and records when the endpoint fails or goes silent. As in the other modes, the agent is not at fault
-if its endpoint is down, fails or stops responding. The rollout uses `DirectModeClient` in place of a gateway client.
+endpoint, and returns the status and body of each reply unchanged. It adds no key, strips credential headers and the session's key, and
+turns a redirect into an error. It also counts completed generations, and records when the endpoint fails or goes silent. As in the other
+modes, the agent is not at fault if its endpoint is down, fails or stops responding. The rollout uses `DirectModeClient` in place of a
+gateway client.
 """
 
 from __future__ import annotations

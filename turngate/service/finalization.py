@@ -109,7 +109,7 @@ class Finalizer:
     def _report(
         self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
-        """Build the full result. This blocks, so call it in a thread."""
+        """Build the result, without turns if `view` is None. This blocks, so call it in a thread."""
         folder = self._storage.artifacts_folder(active.id)
         before = initial_files(active.request, self._storage.inputs_folder(active.id))
         return report.build_result(state, outcome, view, folder, self._config.clamp, active.notes, before)

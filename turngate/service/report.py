@@ -17,7 +17,7 @@ from turngate.service.result import ErrorInfo, RolloutResult, RolloutState
 from turngate.service.truncation import Truncator
 from turngate.views.trace import TraceView
 
-DIRECT_NOTE = "direct mode: the agent called the endpoint directly, so only the agent's own logs are kept"
+DIRECT_NOTE = "direct mode: the agent called the endpoint directly, so no turns are recorded; see log_tails for the agent's own logs"
 
 
 def build_result(

@@ -157,9 +157,9 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of the sessions that have events numbered above `after`.
+        """Return the ids of the sessions and the names of the batch streams that have events numbered above `after`.
 
-        At most `limit` + 1 ids are returned: the extra one shows that there are more than `limit`. Only the first 20,000 of these events
+        At most `limit` + 1 values are returned: the extra one shows that there are more than `limit`. Only the first 20,000 of these events
         are read.
         """
         query = (

@@ -40,7 +40,8 @@ class QuotaTable:
     ) -> int:
         """Resize a holder's part of a quota to `wanted`, or to what other holders leave of `limit` if that is less. Return the new size.
 
-        A part of a daily quota never shrinks, because it may already have been used. A part of the quota for live sessions may shrink.
+        This method never shrinks a part of a daily quota, because the part may already have been used. It may shrink a part of the quota
+        for live sessions.
         """
         where = (project, quota, period)
         with self._writing() as db:

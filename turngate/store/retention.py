@@ -1,7 +1,7 @@
 """Choose the sessions that are old enough to be removed, and remove them.
 
 A session is kept while something may still need it: its runner, the shared store, a feed, or the other rollouts of its group. Groups are
-removed as a whole, so that the advantages in an export never change.
+chosen as a whole, so that the advantages in an export do not change.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class ArchiveCache:
         def check(member: tarfile.TarInfo) -> None:
             if member.issym() and not stays_inside(member.name.count("/"), member.linkname):
                 raise TaskError(
-                    f"task: {task.id}: {member.name} is a link to {member.linkname}, which cannot be resolved on another machine; use a "
+                    f"task: {task.id}: {member.name} is a link to {member.linkname}, which might not work on another machine; use a "
                     "relative link to one of the task's files, with '..' only at its start, or replace the link with a copy of its target",
                     param="task",
                 )
@@ -154,7 +154,9 @@ class ArchiveCache:
             if root is None:
                 raise ArchiveError(f"task {task.id} refers to {path}, but the rollout's order specifies no archive")
             if path.is_absolute() or ".." in path.parts:
-                raise ArchiveError(f"task {task.id} refers to {path}, which is outside its archive")
+                raise ArchiveError(
+                    f"task {task.id} refers to {path}, but paths in its archive must be relative and must not contain '..'"
+                )
             return root / path
 
         def move_function(name: str, _: str) -> str:

@@ -65,8 +65,8 @@ def read_variable(name: str, environment: Mapping[str, str], user: str, default:
     value = environment.get(name, default)
     if value is None:
         raise ConfigError(
-            f"{user} needs the environment variable {name}, which is not set on this machine; set it in the environment of this "
-            "machine's cell, and restart the cell",
+            f"{user} needs the environment variable {name}, which is not set on the machine of the cell that ran it; set it in the "
+            "environment of that cell, and restart the cell",
             param=name,
         )
     return value

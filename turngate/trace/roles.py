@@ -354,7 +354,7 @@ class _Structure:
 
     @cached_property
     def _alike(self) -> dict[bytes, list[Context]]:
-        """The roots that have a system prompt or tools, grouped by both."""
+        """The roots in `_own` that have a system prompt or tools, grouped by both."""
         alike: dict[bytes, list[Context]] = {}
         for root in self._own:
             if (kind := _kind_of(root)) is not None:

@@ -438,7 +438,8 @@ def _match_replies(context: Context, request: RequestMessages, at: int) -> list[
     """Return the answers to `context` that the message at index `at` repeats, likeliest first.
 
     Answers with the same meaning may differ in call ids, exact text or reasoning. If the agent kept these, they decide. Otherwise, an
-    answer that has already been followed by the request's next messages is preferred, then a delivered one, and then the newest.
+    answer that has already been followed by the request's next messages is preferred, then a delivered one, then one without reasoning, and
+    then the newest.
     """
     message = request.assistant(at) if context.children else None
     if message is None:

@@ -242,7 +242,9 @@ def _check_sampling(session: StoredSession, results: CheckResults) -> None:
                 check.expect(kept, "it was not sampled with the values pinned by the session", node=turn.id)
                 free = session.config.bias != "neutral" or due <= {*pinned, "greedy"}
                 check.expect(
-                    free, f"the agent set {_join_names(due)}, but the session allows only neutral values", node=turn.id
+                    free,
+                    f"it was sampled with {_join_names(due)}, but the session allows only neutral values and those that it pins",
+                    node=turn.id,
                 )
 
 

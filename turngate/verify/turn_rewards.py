@@ -73,7 +73,7 @@ def check_turn_rewards(session: StoredSession, results: CheckResults) -> None:
     with results.check(
         "structure",
         "turn rewards",
-        "every turn reward belongs to a turn, and those of kind 'part' add up to the reward",
+        "every turn reward belongs to a turn or to a host tool call, and those of kind 'part' add up to the reward",
     ) as check:
         if not check.expect(isinstance(rewards, list), f"they are {brief(rewards)}, not a list"):
             return

@@ -74,7 +74,7 @@ class RolloutView:
 
     @cached_property
     def exported_rows(self) -> list[Sample]:
-        """The rows of an export. Turns that need their sampling masks are not trained, because an export does not contain the masks."""
+        """The rows of the web page's exports. They do not contain sampling masks, so turns that need their masks are not trained."""
         biased = any(turn.info.biases for turn in self._session_view.session.trace.turns())
         return self._session_view.samples() if biased else self.rows
 

@@ -135,7 +135,7 @@ class Slots:
         self.reused = 0  # number of ids that were found in the cache
 
     def forget(self) -> None:
-        """Discard all computed prefixes, after a failure or a weight update."""
+        """Discard all computed prefixes, after a failure or when sampling resumes after a pause."""
         self.computed[:] = 0
         self.planned[:] = 0
 

@@ -35,7 +35,10 @@ Deliver = Callable[[SampledBatch], None]
 
 
 class Outbox:
-    """A buffer of results. It delivers them at most once every `flush_s` seconds, but immediately when a call has ended."""
+    """A buffer of results.
+
+    It delivers them at most once every `flush_s` seconds, unless a call has ended or `flush` is called with `now`.
+    """
 
     def __init__(self, deliver: Deliver, flush_s: float) -> None:
         self.ends: dict[int, End] = {}

@@ -134,7 +134,7 @@ class OpenAIAnswer:
         return RelayChunk(tuple(events), ids, logprobs, event.prompt_token_ids)
 
     def end(self) -> RelayChunk:
-        """Return the last chunk, which contains the last tool call, if any. The call's token ids were in the chunks of its fragments."""
+        """Return the last chunk, which contains the last tool call, if any. The call's token ids, if known, were in earlier chunks."""
         calls = tuple(self._calls.close())
         finish = self.finish
         if self._keep_verbatim and self._calls.whole and finish == "stop":

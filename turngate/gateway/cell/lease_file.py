@@ -38,7 +38,7 @@ class LeaseFile:
     def __init__(self, data: Path) -> None:
         with open(data / _NAME, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE)
-        # Each value is written and read as one aligned machine word, so a reader never sees a half-written value.
+        # Each number is written and read as one aligned machine word, so a reader never sees a half-written value.
         self._deadline = memoryview(self._map).cast("d")
         self._numbers = memoryview(self._map).cast("q")
 

@@ -111,7 +111,7 @@ class CellActor:
         self._write(msgspec.json.encode(CancelOrder(session)))
 
     async def progress(self) -> bytes:
-        """Return the latest progress of each order that has advanced since this method was last called."""
+        """Return the latest progress of each running order that has advanced since this method was last called."""
         found, self._progress = list(self._progress.values()), {}
         return msgspec.json.encode(found)
 

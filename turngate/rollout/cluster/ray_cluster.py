@@ -143,7 +143,7 @@ class RayCluster:
                 cell.load.is_closed = True
                 self.note(f"node {node.name} is draining: it gets no more rollouts")
             if cell.load.is_closed and not cell.load.running and key in self._cells and node is not None:
-                self._remove(cell, f"the cell on {cell.node.name} is closed")
+                self._remove(cell, f"closing the cell on {cell.node.name}")
                 self._starting[key] = asyncio.create_task(self._close(cell))
         for node in self._nodes:
             is_idle = node.id not in self._cells and node.id not in self._starting

@@ -257,13 +257,13 @@ class _RayAttempt:
 
 
 def _is_refusal(result: AttemptResult) -> bool:
-    """Return whether the cell's gateway refused to open the session. It does so while it cannot reach the shared store."""
+    """Return whether the cell's gateway refused to open the session. It does so, for example, while the cell has no lease."""
     fault = result.outcome.fault
     return fault is not None and fault.stage == "session" and fault.boundary == "gateway"
 
 
 def lose_attempt(order: RolloutOrder, message: str) -> AttemptResult:
-    """Build the result of an attempt that was lost with its cell."""
+    """Build the result of a lost attempt."""
     failed = fail_attempt(order, Fault("agent", "sandbox", message))
     return msgspec.structs.replace(failed, is_lost=True)
 

@@ -243,7 +243,10 @@ class OpenEnvRoutes:
 
 
 def _usage(live: Session | None, last_used: float) -> dict[str, Json]:
-    """Return the idle time, and whether the last call failed (`upstream_errors`). Earlier failures are only in the events."""
+    """Return the idle time, and whether the last call failed (`upstream_errors`). Earlier failures are only in the events.
+
+    If the session is not live (see `Sessions.live`), `upstream_errors` is 0.
+    """
     used = last_used if live is None else live.last_used
     failed = live is not None and live.last_error is not None
     return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}
@@ -295,7 +298,9 @@ def _parse_sampling(body: OpenEnvSessionBody) -> dict[str, Json]:
         )
     for name, neutral in _NEUTRAL.items():
         if name in sampling and sampling.pop(name) not in neutral:
-            raise BadRequest(f"sampling.{name} must be {neutral[0]} for training", param=f"sampling.{name}")
+            raise BadRequest(
+                f"sampling.{name} must be {' or '.join(map(str, neutral))} for training", param=f"sampling.{name}"
+            )
     return sampling
 
 

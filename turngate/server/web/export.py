@@ -1,4 +1,4 @@
-"""The web page's downloads: training rows, messages and traces of a rollout or a group."""
+"""The web page's downloads: the training rows or messages of a rollout or a group, and the trace of a rollout."""
 
 from __future__ import annotations
 

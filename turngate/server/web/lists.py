@@ -46,7 +46,7 @@ class GroupQuery(msgspec.Struct, frozen=True):
 
 
 class TrainingQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `group` is a prefix of group names, and `buckets` is the number of points in a chart."""
+    """Query parameters. `group` is a prefix of group names, and `buckets` limits the number of points in a chart."""
 
     group: str = ""
     buckets: Whole = 120

@@ -2,7 +2,7 @@
 
 active ──► ended      stopped by its operator
    │ ────► replaced   restarted: its sessions continue under the new id
-   └─────► lost       taken over after its lease ended: its attempts are superseded, and outcomes that it ships later do not count
+   └─────► lost       taken over after its lease ended: its running attempts are superseded, and outcomes that it ships later do not count
 """
 
 from __future__ import annotations
@@ -122,12 +122,13 @@ class CellTable:
 
 
 class LeasedAttempts(AttemptTable):
-    """The attempts table of the shared store. Its `supersede` does not give up an attempt while the lease of the attempt's cell lasts."""
+    """The attempts table of the shared store. Its `supersede` does not give up an attempt that may still be running on a cell."""
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
-        """Like `AttemptTable.supersede`, but raise `Conflict` if the attempt is running on a cell whose lease has not ended.
+        """Like `AttemptTable.supersede`, but raise `Conflict` if the attempt may still be running.
 
-        If the lease has ended, the cell is taken over, so that all its attempts can run elsewhere.
+        An attempt may still be running if its session has not been shipped and the lease of its cell has not ended. If the session has not
+        been shipped but the lease has ended, the cell is taken over, so that all its attempts can run elsewhere.
         """
         query = (
             f"SELECT cells.id, cells.name, lease_until-{NOW} FROM attempts JOIN cells ON cells.id=attempts.cell"

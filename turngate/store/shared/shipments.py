@@ -349,7 +349,10 @@ class ShipmentWriter:
 
 
 class _AttemptNames:
-    """The attempts of shipped sessions. An attempt is superseded if its cell was lost or another session or attempt has replaced it."""
+    """The attempts of shipped sessions.
+
+    An attempt that is not settled yet is superseded if its cell was lost, or if another session or attempt has replaced it.
+    """
 
     def __init__(self, db: PipelinedConnection, writing: _Writing) -> None:
         """Register the attempts of the shipments."""

@@ -85,7 +85,7 @@ async def _grade_work(task: Task, work: Work | None, environment: GradingEnviron
 async def _grade_with(
     task: Task, grader: SingleGrader, work: Work | None, environment: GradingEnvironment, log: GraderLog
 ) -> Grade:
-    """Grade with one grader. If it gives no reward, run the control to find out whether the task or the work is at fault."""
+    """Grade with one grader. If it gives no reward for the work, run the control to find out whether the task or the work is at fault."""
     control = partial(_run_control, task, grader, environment)
     try:
         return (await _run_with_retry(task, grader, work, environment, log)).grade

@@ -7,7 +7,7 @@ then copied in, except the test files: the files that the patch touches, the tes
 stay as the task defines them. Files that the agent added are set aside and reported if they would change how tests run.
 
 For pytest, a witness (`witness.py`) also observes the run (`observed_run.py`). A case counts as passed only if both the log and the witness
-say so. If the witness cannot watch the task's tests at all, the log alone decides.
+say so. If the witness misses a passed test or the end of the run even on the untouched task, the log alone decides.
 """
 
 from __future__ import annotations

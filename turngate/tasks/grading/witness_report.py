@@ -1,4 +1,4 @@
-"""Parse the report that `witness.py` writes in the sandbox, up to the first invalid signature."""
+"""Parse the report that `witness.py` writes in the sandbox, up to the first invalid line."""
 
 from __future__ import annotations
 

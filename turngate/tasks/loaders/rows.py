@@ -194,7 +194,7 @@ def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
 
 
 def store_files(files: Files, here: str) -> Path | None:
-    """Store files in the host folder `$TURNGATE_CACHE/tasks/<digest>`, where the digest is a hash of their names and content.
+    """Store files in the subfolder `tasks/<digest>` of the cache folder, where the digest is a hash of their names and content.
 
     Return the folder, or None if there are no files. In messages, `here` names the source of the files.
     """

@@ -110,22 +110,24 @@ def decode_columns(side: Json) -> Mapping[str, SideColumn]:
         raw = side.encode() if isinstance(side, str) else msgspec.json.encode(side)
         columns = msgspec.json.decode(raw, type=dict[str, ExportedColumn])
     except ValueError as error:  # includes text that cannot be encoded as UTF-8
-        raise ConfigError(f"the field 'side' does not contain valid side data: {error}", param="side") from None
+        raise ConfigError(f"the side data is invalid: {error}", param="side") from None
     except RecursionError:
-        raise ConfigError("the field 'side' is nested too deeply to be valid side data", param="side") from None
+        raise ConfigError("the side data is invalid: it is nested too deeply", param="side") from None
     return {name: _decode_column(name, column) for name, column in columns.items()}
 
 
 def _decode_column(name: str, column: ExportedColumn) -> SideColumn:
     if column.dtype not in DTYPES:
-        raise ConfigError(f"side.{name}.dtype must be one of {', '.join(DTYPES)}, not {column.dtype!r}", param="side")
+        raise ConfigError(
+            f"side data {name}: dtype must be one of {', '.join(DTYPES)}, not {column.dtype!r}", param="side"
+        )
     try:
         values = decode_values(column.data, column.dtype, column.shape)
     except ValueError:
         values = None
     if values is None or len(values) != sum(end - start for start, end in column.spans):
         raise ConfigError(
-            f"side.{name}.data has {len(column.data)} bytes, which does not match the dtype, shape and spans of side.{name}",
+            f"side data {name}: data has {len(column.data)} bytes, which does not match its dtype, shape and spans",
             param="side",
         )
     return SideColumn(column.spans, values)

@@ -63,7 +63,10 @@ class DeliveryThrottle:
             await self._consumer.row_taken()
 
     def _count_done(self, before: set[str]) -> int:
-        """Count the groups of the plan whose rows the trainer has taken. Groups of other runners are not counted."""
+        """Count the groups of the plan that the trainer is done with: those of this run whose rows it has taken, and those of earlier runs.
+
+        Deliveries up to `newest` that it has not taken yet are subtracted. Groups of other runners are not counted.
+        """
         consumed = self._consumer.consumed
         # A delivery may arrive just before the runner reports its group.
         for number in [one for one, group in self._read.items() if one <= consumed and group in self._finished]:
