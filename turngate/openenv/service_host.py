@@ -18,9 +18,10 @@ T = TypeVar("T")
 
 
 class ServiceHost:
-    """The rollout service in a separate thread.
+    """The rollout service, on an event loop in a separate thread.
 
-    `start` and `stop` block the calling thread, and may be called more than once. `call` can be awaited on any other event loop.
+    `start` and `stop` block the calling thread, and may be called more than once. `call` can be awaited on any event loop except that of
+    the service.
     """
 
     def __init__(self, make: Callable[[], Rollouts]) -> None:

@@ -15,7 +15,7 @@
     collect   copy the agent's output, transcript and work
     clean     stop and remove the sandbox, even after a failure
     grade     let the host grade the work; the grader's commands run in a fresh sandbox
-    record    store the outcome at the gateway, together with the trace
+    record    store the outcome at the gateway, which already has the trace
 
 Each stage has a time limit. If a stage fails, `classify.py` decides what is at fault. The recorded trace is always kept. An agent never
 runs twice on the same trace. Grading is the only stage that is retried.

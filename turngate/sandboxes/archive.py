@@ -29,6 +29,7 @@ MAX_NAMED = 20  # how many skipped files are named; the others are only counted
 EXTENDED_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 # `tar -c` never writes these types, and they can use a lot of memory.
 REFUSED_TYPES = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)
+_UNSUPPORTED_HEADER = "the folder was not copied completely: its tar stream has a header that is not supported"
 
 
 def pack(folder: Path, into: IO[bytes], exclude: Container[str] = ()) -> None:
@@ -75,13 +76,11 @@ class _Member(tarfile.TarInfo):
             or (member.type in EXTENDED_HEADERS and member.size > MAX_HEADER_BYTES)
             or member.size < 0
         ):
-            raise SandboxTooLarge(
-                "the folder was not copied completely: its tar stream has a header that is not supported"
-            )
+            raise SandboxTooLarge(_UNSUPPORTED_HEADER)
         return member
 
     def _proc_gnusparse_10(self, *_: object) -> NoReturn:  # the original reads a list of any length
-        raise SandboxError("the folder was not copied completely: its tar stream is malformed")
+        raise SandboxTooLarge(_UNSUPPORTED_HEADER)
 
 
 class _SkippedFiles:

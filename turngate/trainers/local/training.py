@@ -242,7 +242,7 @@ async def train(
             if running in done:
                 result = running.result()
                 if result.stopped:
-                    raise TurngateError(f"the agents' batch stopped: {result.stopped}")
+                    raise TurngateError(f"the batch of rollouts stopped: {result.stopped}")
                 await _wait_for_groups(environment.gateway, trainer, training, goal)
             await training
         finally:
