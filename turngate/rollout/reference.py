@@ -45,7 +45,7 @@ class ReferenceReplay:
 
     @property
     def note(self) -> str:
-        """A note for the user about the source of the scripted replies. If no solution was replayed, the note says why, if that is known."""
+        """A note for the user about the source of the scripted replies. If no solution was replayed, it says why, if that is known."""
         if self.commands and self._playbook is not None and not self._playbook.matches:
             return f"{SYNTHETIC_NOTE}; the reference solution was not replayed, because no prompt with tools contained the instruction"
         if self.commands:
