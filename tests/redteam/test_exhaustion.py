@@ -309,8 +309,11 @@ async def test_processes_outlive_plain_shell() -> None:
     """The control: each way outlives a shell whose session ends."""
     number = str(int.from_bytes(os.urandom(4), "big") + 10**9)
     script = "\n".join(OUTLIVE.values()).replace("{n}", number)
-    shell = subprocess.Popen(["/bin/sh", "-c", f"{script}\nsleep 600"], start_new_session=True)
+    argv = ["/bin/sh", "-c", f"{script}\necho started\nsleep 600"]
+    shell = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE)
+    assert shell.stdout is not None
     try:
+        assert await asyncio.to_thread(shell.stdout.readline) == b"started\n"
         await kit.wait_until(lambda: len(kit.processes(number)) > len(OUTLIVE))  # the shell's own arguments count, too
         os.killpg(shell.pid, signal.SIGHUP)
         shell.wait()
@@ -318,6 +321,7 @@ async def test_processes_outlive_plain_shell() -> None:
         assert len(kit.processes(number)) >= len(OUTLIVE)
     finally:
         shell.kill()
+        shell.stdout.close()
         while supervisor.kill_all(lambda: kit.processes(number)):
             await asyncio.sleep(0.02)
 

@@ -98,5 +98,5 @@ def test_links_are_rejected_unread(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "solve.sh").write_text("true\n")
     (folder / "key").symlink_to(tmp_path / "secret")
-    with pytest.raises(TaskError, match="key is a link"):
+    with pytest.raises(TaskError, match="key is a symbolic link"):
         reference_commands(Solution(files=folder), get_backend("local"))
