@@ -28,6 +28,8 @@ from tests.kit import (
     tool,
     user,
 )
+from tests.render.template_conversation import build_tokenizer
+from tests.render.test_transitions import ONE_CALL
 from tests.verify.kit import verify_all
 from turngate.engines.base import Generate, Health
 from turngate.engines.scripted import Scripted, ScriptedTurn
@@ -229,6 +231,19 @@ async def test_parallel_tool_calls_can_be_disabled(way: str, chunk: int) -> None
         await g.ask(session.key, history, way, tools=[tool()], parallel_tool_calls=False)
         assert len(await g.samples(session.id)) == 1
         assert prompts(g)[1].startswith(prompts(g)[0] + text + "<|im_end|>\n")
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 7])
+async def test_turn_ends_after_the_only_call_that_the_template_can_render(chunk: int, tmp_path: Path) -> None:
+    build_tokenizer(ONE_CALL, tmp_path)
+    two = calls(("read_file", {"path": "a"}), ("read_file", {"path": "b"}))
+    async with gateway([say(two, chunk=chunk)], tokenizer=str(tmp_path)) as g:
+        session = await g.open()
+        reply = await g.ask(session.key, [user("Read a and b")], tools=[tool()])
+        [turn] = await g.turns(session.id)
+        text = tokenizer().decode(turn["ids"])
+    assert [json.loads(call.arguments) for call in reply.calls] == [{"path": "a"}]
+    assert text.count("<tool_call>") == 1 and text.endswith("</tool_call>")
 
 
 @every_way

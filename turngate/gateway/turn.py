@@ -370,8 +370,7 @@ class TurnPipeline:
         left = draft.session.tokens_left
         end = len(ids) if left is None else min(len(ids), left)
         events: list[Delta | CallDelta] = []
-        by_token = bool(call.stop) or not call.parallel_tool_calls
-        if by_token:
+        if reader.may_stop_early:
             for n in range(end):
                 events += reader.feed(ids[n : n + 1])
                 if reader.satisfied:
@@ -381,7 +380,7 @@ class TurnPipeline:
         versions = chunk.versions or (now, now)
         draft.add(ids[:end], None if logprobs is None else logprobs[:end], *versions)
         draft.note_report(chunk.cached, chunk.version_runs)
-        if not by_token:
+        if not reader.may_stop_early:
             events = reader.feed(ids[:end])
         if chunk.side:
             draft.add_side(

@@ -42,7 +42,7 @@ class Parser:
         self._syntax = syntax
         self._tools = tools
         self._constraint = constraint
-        self._one_call = one_call
+        self.one_call = one_call
         self._buffer = ""
         self._state: Literal["start", "reasoning", "content", "call", "held"] = "start"
         # The state after reasoning: forced calls are held back until they are complete.
@@ -196,11 +196,11 @@ class Parser:
         self._emit_calls(events, calls)
 
     def _emit_calls(self, events: list[Delta | CallDelta], calls: list[tuple[str, str]]) -> None:
-        for name, arguments in calls[:1] if self._one_call else calls:
+        for name, arguments in calls[:1] if self.one_call else calls:
             call = ToolCall(f"call_{os.urandom(12).hex()}", name, arguments)
             events.append(CallDelta(len(self._calls), call))
             self._calls.append(call)
-        self.satisfied = self._one_call
+        self.satisfied = self.one_call
 
     def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
         """Emit the calls in text that was held back because it might consist only of calls. If it is not valid, emit it as content."""

@@ -129,6 +129,8 @@ class ReplyReader:
         self._decoder = tokenizer.decoder()
         self._parser = parser
         self._stops = StopStrings(stop)
+        # Whether `satisfied` can become true in the middle of what the engine samples.
+        self.may_stop_early = bool(stop) or parser.one_call
 
     @property
     def satisfied(self) -> bool:
