@@ -29,7 +29,7 @@ class TurngateError(Exception):
 
 
 class ConfigError(TurngateError):
-    """A setting, file or folder is invalid."""
+    """A setting, file or folder is missing or invalid, or cannot be used."""
 
     boundary = "config"
     kind = "config_error"
@@ -161,7 +161,7 @@ class Busy(TurngateError):
 
 
 class Stopping(TurngateError):
-    """The gateway is stopping. The same call can succeed after a restart."""
+    """The gateway is stopping, or a part of it is temporarily unavailable. The same call can succeed later."""
 
     status = 503
     kind = "gateway_stopping"
@@ -169,7 +169,7 @@ class Stopping(TurngateError):
 
 
 class LeaseLapsed(Stopping):
-    """The cell does not hold a lease at the moment. The same call can succeed once the shared store has granted or renewed one."""
+    """The cell may not serve at the moment, usually because its lease has lapsed. The same call can succeed once it may serve again."""
 
     kind = "lease_lapsed"
 
@@ -183,7 +183,7 @@ class EngineError(TurngateError):
 
 
 class EngineRejected(EngineError):
-    """The engine rejected the request as invalid. Retrying does not help."""
+    """The engine rejected the request, usually because it is invalid. Retrying does not help."""
 
     status = 400
     kind = "invalid_request_error"
@@ -256,14 +256,14 @@ class SandboxTooLarge(SandboxError):
 
 
 class AgentError(TurngateError):
-    """The agent's spec is invalid, or the agent cannot be installed or started."""
+    """A problem with an agent. For example, its spec is invalid, or it cannot be installed or started."""
 
     boundary = "agent"
     kind = "agent_error"
 
 
 class TaskError(TurngateError):
-    """The task's spec is invalid, or its setup failed."""
+    """A problem with a task. For example, its spec is invalid, or its setup failed."""
 
     boundary = "task"
     kind = "task_error"

@@ -180,7 +180,7 @@ NO_LOGPROBS: Logprobs = np.empty(0, LOGPROB_DTYPE)
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function call by the model. `arguments` is the JSON text exactly as the model wrote it.
+    """A function call by the model. `arguments` is text that is usually, but not always, valid JSON.
 
     `signature` is a provider's opaque token for the model's thinking (observe mode). The agent must send it back; the model never reads it.
     """

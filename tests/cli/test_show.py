@@ -82,7 +82,7 @@ async def test_session_is_found_by_id_prefix_or_last(g: Running, data: Path) -> 
     refusal = await asyncio.to_thread(run_rejected, "show", "ab", "--data", data)
     assert refusal == "'ab' is a prefix of 2 session ids; pass a longer prefix"
     refusal = await asyncio.to_thread(run_rejected, "show", "zzz", "--data", data)
-    assert refusal == "session 'zzz' is not recorded here; the newest session is abd-2"
+    assert refusal == "session 'zzz' was not found; the newest session is abd-2"
 
 
 async def test_exact_id_wins_over_prefix(g: Running, data: Path) -> None:
@@ -135,7 +135,7 @@ async def test_show_from_gateway(g: Running, data: Path) -> None:
         assert done.exit_code == 0, done.output
         assert done.stdout.splitlines()[2:] == (await show(session, "--data", data)).splitlines()[2:]
     done = await asyncio.to_thread(run_cli, "show", "nosuch", "--gateway", g.root, env=key)
-    assert done.exit_code == 2 and "session 'nosuch' is not recorded here" in done.stderr
+    assert done.exit_code == 2 and "session 'nosuch' was not found" in done.stderr
 
 
 async def test_show_after_gateway_stopped(data: Path) -> None:
@@ -275,7 +275,7 @@ async def test_tokens_without_logprobs_are_marked_without_colours(data: Path) ->
         [turn] = await g.turns(session.id)
     text = await show("--data", data, "--tokens")
     assert "sure│?│" in text and text.count("│?│") == len(turn["ids"])
-    assert "between two bars, or ? if it is unknown" in " ".join(text.split())
+    assert "between two bars, or by '?' if it is unknown" in " ".join(text.split())
 
 
 def _colours(raw: str) -> list[tuple[int, int, str]]:

@@ -66,7 +66,7 @@ def test_changed_reward_is_detected(data: Path) -> None:
     [
         (["last", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
         (["--all", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
-        (["nope"], "session 'nope' is not recorded here"),
+        (["nope"], "session 'nope' was not found"),
         (["--tolerance", "-1"], "tolerance must be finite and 0 or greater, not -1"),
         (["--engine", "sglang"], "engine must be vllm or scripted, not 'sglang'"),
         (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer folder"),

@@ -317,7 +317,9 @@ async def test_mark_of_deleted_feed_is_rejected(tmp_path: Path) -> None:
         async with await Feed.open(t.client, "f", config, after=1, mark=mark) as feed:
             assert feed.mark == mark
         await t.client.delete_feed("f")
-        words = r"it was deleted, or the gateway uses a different data folder; start from the beginning, without 'after' and 'mark'$"
+        words = (
+            r"it was deleted, or the gateway uses a different data folder; open the feed without 'after' and 'mark'$"
+        )
         with pytest.raises(OtherFeed, match=words):
             await Feed.open(t.client, "f", config, after=1, mark=mark)
         assert await t.client.feeds() == []  # no feed was created

@@ -618,7 +618,7 @@ async def test_engine_without_weights_refuses_update() -> None:
     async with gateway([say("Hi")]) as g:
         assert await load_error(g, version=1, path="/m") == (
             409,
-            "this gateway's engine cannot load weights; only the engines vllm, sglang and local can",
+            "this gateway has no engine that can load weights; the engines vllm, sglang and local can",
         )
         kept = await g.admin.post("/admin/fence/pause", json={"mode": "keep"})
         assert kept.status_code == 409 and not g.app.fence.paused

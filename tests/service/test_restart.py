@@ -129,7 +129,10 @@ def test_folder_with_another_schema_version_is_not_left_open(tmp_path: Path) -> 
 
 def test_lost_rollout_without_session_has_no_turns_at_gateway() -> None:
     state = final_state.from_events(running_state("r"), [RolloutEvent(cursor=1, time=100.0, kind="queued")])
-    assert state.error is not None and state.error.message == "lost: the service stopped before this rollout ended"
+    assert (
+        state.error is not None
+        and state.error.message == "lost: the service stopped before it wrote this rollout's result"
+    )
     done = RolloutEvent(cursor=1, time=100.0, kind="stage", data=DONE[1])
     (note,) = final_state.list_notes(final_state.from_events(running_state("r"), [done]))
     assert note.endswith("were restored from the rollout's events")

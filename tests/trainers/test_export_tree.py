@@ -94,7 +94,11 @@ DAMAGED: list[tuple[str, Change, str]] = [
         lambda tree: tree.update(rows="[" * 5000),
         "rows cannot be read as JSON: a value is nested too deeply",
     ),
-    ("nested side data", lambda tree: tree.update(side='{"a": {"b": ' + "[" * 5000), "the side data is invalid: it is nested too deeply"),
+    (
+        "nested side data",
+        lambda tree: tree.update(side='{"a": {"b": ' + "[" * 5000),
+        "the side data is invalid: it is nested too deeply",
+    ),
     ("a lone surrogate", lambda tree: tree.update(side="\ud800"), "the side data is invalid"),
 ]
 

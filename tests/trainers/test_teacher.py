@@ -342,7 +342,7 @@ def test_invalid_key_is_not_repeated(server: TeacherServer, monkeypatch: pytest.
         ),
         (b"HTTP/1.1 503 Busy\r\ntransfer-encoding: chunked\r\n\r\n9\r\n{", "response: IncompleteRead"),
         (b"nonsense\x1b\r\n\r\n", r"response: BadStatusLine\('nonsense\\x1b"),
-        (b"", "could not be reached at http://127.0.0.1.*closed connection"),
+        (b"", "the request to vllm at http://127.0.0.1.* failed: .*closed connection"),
     ],
     ids=["incomplete body", "incomplete error", "invalid status line", "no response"],
 )
@@ -364,7 +364,7 @@ def test_undecodable_response_is_an_engine_error(server: TeacherServer, body: by
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://[::1"])
 def test_invalid_url_is_an_engine_error(url: str) -> None:
-    with pytest.raises(EngineUnavailable, match="could not be reached"):
+    with pytest.raises(EngineUnavailable, match=r"the request to vllm at http://.* failed"):
         VLLMScoring("vllm", url, "teacher").find_model()
 
 

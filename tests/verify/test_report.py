@@ -128,7 +128,7 @@ def test_verify_while_gateway_serves(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"session": "nobody"}, "is not recorded here"),
+        ({"session": "nobody"}, "was not found"),
         ({"engine": "sglang"}, "engine must be vllm or scripted"),
         ({"engine": "vllm"}, "needs --engine-url and --model"),
         ({"engine_url": "http://127.0.0.1:1"}, "--engine-url applies only to scoring; also pass --engine"),

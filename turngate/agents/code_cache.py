@@ -103,7 +103,7 @@ def fingerprint(spec: AgentSpec) -> str:
 
 
 def build(folder: Path, spec: AgentSpec, installed: Installation) -> str:
-    """Build the cache in `folder`. If this fails, leave the folder empty and return the reason. Otherwise, return an empty string.
+    """Build the cache in `folder`. If no code was stored, leave the folder empty and return the reason. Otherwise, return an empty string.
 
     The keys of the cache contain the modules' paths relative to the cache. `folder` is one level deeper than the finished cache will be, so
     the cache is built in the parent of `folder` and then moved into `folder`.

@@ -99,7 +99,9 @@ def explain_missing(spec: AgentSpec) -> str | None:
         return None
     folder = install_folder(spec)
     if _is_built(folder, _fingerprint(spec)):
-        return None if not spec.uses("node") or find_node() else f"{spec.name} needs Node {NODE_AT_LEAST} or newer"
+        if spec.uses("node") and find_node() is None:
+            return f"{spec.name}: no usable Node {NODE_AT_LEAST} or newer was found"
+        return None
     return f"{spec.name} {spec.install.version} is not installed in {folder.parent}"
 
 

@@ -1,4 +1,4 @@
-"""Find a Python of a given version on this machine: on the PATH, in the system folders, or installed by pyenv or uv."""
+"""Find a Python of a given version on this machine: the running one, or one from the PATH, the system folders, pyenv or uv."""
 
 from __future__ import annotations
 

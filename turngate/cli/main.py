@@ -423,7 +423,7 @@ def agents_new(
 
     Exit codes:
     0 if the description was written;
-    2 if an option is invalid or none of the command's model calls succeeded.
+    2 if it was not, for example because NAME.toml already exists or none of the command's model calls succeeded.
     """
     from turngate.cli.agents import create_agent
 

@@ -1,4 +1,4 @@
-"""Build the parts of a rollout from flags: the agent, the session settings, the end policy and the output folder.
+"""Build the agent, the session settings and the end policy of a rollout from flags, and check the output folder.
 
 Invalid flags are reported here, before a gateway or a sandbox is started.
 """

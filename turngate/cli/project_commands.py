@@ -20,7 +20,7 @@ _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
 _WeightFlag = Annotated[
     Optional[float],
     typer.Option(
-        help="Weight for sharing the engines with other projects while calls have to wait. A new project has weight 1."
+        help="Weight for sharing the engines with other projects while calls have to wait. Default for a new project: 1."
     ),
 ]
 _LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: open sessions at the same time; 0 for no limit.", min=0)]

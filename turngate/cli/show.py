@@ -339,7 +339,7 @@ class _TreePrinter:
         """Return a node's tokens as text.
 
         On a terminal, sampled tokens are colored from green (likely) to red (unlikely), and context tokens are gray. Elsewhere, each
-        sampled token is followed by its log-probability, or ? if it is unknown.
+        sampled token is followed by its log-probability, or by '?' if it is unknown.
         """
         text = Text()
         logprobs = node.logprobs or [None] * len(node.ids)
@@ -410,7 +410,7 @@ def _print_legend(console: Console) -> None:
     if not console.is_terminal:
         say(
             console,
-            "Each sampled token is followed by its log-probability between two bars, or ? if it is unknown. Context tokens have none.",
+            "Each sampled token is followed by its log-probability between two bars, or by '?' if it is unknown. Context tokens have none.",
         )
         return
     samples = [(f" {share:.0%} ", _shade(math.log(share))) for share in (0.01, 0.25, 0.5, 0.75, 1.0)]

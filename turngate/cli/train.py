@@ -41,9 +41,7 @@ except ModuleNotFoundError as error:
         f"`turngate train` needs {error.name}; run `pip install 'turngate[local]'` (without a GPU, install the CPU build of torch first)"
     ) from None
 
-STOPPING = (
-    "Stopping: ending agents and removing their sandboxes. Run the same command to resume from the last checkpoint …"
-)
+STOPPING = "Stopping: ending agents and removing their sandboxes. Run the same command to resume the run …"
 _NOTHING_GRADED = 3  # exit code
 
 
@@ -55,7 +53,7 @@ def train_model(options: TrainOptions) -> int:
     _check_resumable(run)
     result = asyncio.run(cancel_on_signal(_train(run, console, options.data, cluster), console, STOPPING))
     if result is None:
-        say(console, "Stopped. Run the same command to resume from the last checkpoint.", "yellow")
+        say(console, "Stopped. Run the same command to resume the run.", "yellow")
         return INTERRUPTED
     if not result.shares:
         done = f"The run is already complete (steps: {len(result.steps)}), so there is nothing to train."

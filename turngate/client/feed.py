@@ -301,8 +301,8 @@ def _check_mark(name: str, expected: str, current: str) -> None:
             why = "it was deleted and recreated, or the gateway uses a different data folder"
             alternative = ", or pass the current feed's mark and one of its delivery numbers"
         raise OtherFeed(
-            f"feed {name}: the feed in the checkpoint (mark {expected}) was not found: {why}; start from the "
-            f"beginning, without 'after' and 'mark'{alternative}"
+            f"feed {name}: the feed in the checkpoint (mark {expected}) was not found: {why}; open the feed "
+            f"without 'after' and 'mark'{alternative}"
         )
 
 

@@ -59,7 +59,8 @@ class GatewayClient(FeedClient):
     async def check(self) -> None:
         """Check that the gateway answers and accepts the key.
 
-        Raise `GatewayUnreachable` if it does not answer, `Unauthorized` if it rejects the key, and `ConfigError` if something else answers.
+        Raise `GatewayUnreachable` if it does not answer or a proxy cannot reach it, `Unauthorized` if it rejects the key, and `ConfigError`
+        if something else answers.
         """
         await self.fence()
 
@@ -100,7 +101,7 @@ class GatewayClient(FeedClient):
     async def engines(self) -> EnginesView:
         """Return the engines of the gateway and their load.
 
-        With a project key, return only whether the engines are saturated, and whether they are scripted.
+        With an API key, return only whether the engines are saturated, and whether they are scripted.
         """
         return await self._request("GET", "/admin/engines", EnginesView)
 

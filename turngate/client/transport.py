@@ -158,7 +158,7 @@ class GatewayTransport:
             kind = GatewayReplyLost if status in _REPLY_LOST_STATUSES else GatewayUnreachable
             return kind(
                 f"gateway: {self.url} returned status {status}, but the reply is not from a turngate gateway: "
-                "either a proxy in front of the gateway cannot reach it, or the address is wrong",
+                "either a proxy in front of the gateway got no reply from it, or the address is wrong",
                 param="gateway",
             )
         if not is_ours:

@@ -23,4 +23,4 @@ def resolve_session_id(wanted: str, known: Sequence[str]) -> str:
         return matches[0]
     if matches:
         raise NotFound(f"{wanted!r} is a prefix of {len(matches)} session ids; pass a longer prefix")
-    raise NotFound(f"session {wanted!r} is not recorded here; the newest session is {known[0]}")
+    raise NotFound(f"session {wanted!r} was not found; the newest session is {known[0]}")

@@ -1,8 +1,8 @@
 """Conversion of OpenAI Responses tools to functions that a chat template can render.
 
-The model sees only functions. A custom tool becomes a function with a single string argument, `input`. A function in a namespace is named
-`namespace__name`. A `tool_search` that the agent runs itself also becomes a function. When the model calls a function, `index_tools` finds
-the agent's tool, which determines the kind of item to send.
+The model sees only functions. A custom tool becomes a function with a single string argument, `input`. A tool in a namespace is named
+`namespace__name`, except in the default namespace `functions`, where it keeps its name. A `tool_search` that the agent runs itself also
+becomes a function. When the model calls a function, `index_tools` finds the agent's tool, which determines the kind of item to send.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
                 _EngineTokenizer(client, health.model, config.engine), f"{config.engine} at {url}", renderer
             )
         except TurngateError as error:
-            results.append(not_checked(f"{config.engine} at {url} failed to tokenize: {error.message}"))
+            results.append(
+                not_checked(f"{config.engine} at {url}: the tokenizers could not be compared: {error.message}")
+            )
         finally:
             await client.close()
     return results

@@ -29,7 +29,7 @@ class ConnectionCut(OSError):
 
 
 class MalformedReply(Exception):
-    """The reply is not valid HTTP."""
+    """The reply is not valid HTTP, or its headers are too long."""
 
 
 class ConnectionPool:

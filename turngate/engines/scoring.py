@@ -173,7 +173,7 @@ class _ScoringServer:
         except TimeoutError:
             raise EngineTimeout(f"timed out waiting for {self.name} at {self._url}") from None
         except (OSError, ValueError, http.client.InvalidURL) as error:
-            raise EngineUnavailable(f"{self.name} could not be reached at {self._url}: {error}") from None
+            raise EngineUnavailable(f"the request to {self.name} at {self._url} failed: {error}") from None
         except http.client.HTTPException as error:
             raise EngineUnavailable(
                 f"{self.name} at {self._url} sent an incomplete or invalid HTTP response: {error!r:.200}"
@@ -277,7 +277,7 @@ class SGLangScoring(_ScoringServer):
         for place in range(*span):
             own, candidates = scored[place].logprob, [] if tops is None else tops[place]
             if own is None or candidates is None:
-                raise InvalidScores(f"{self.name} returned no score for the token at position {place}")
+                raise InvalidScores(f"{self.name} returned no log-probability or no top tokens for position {place}")
             logprobs.append(own)
             likely.append([(each.token_id, np.nan if each.logprob is None else each.logprob) for each in candidates])
         return _build_scores(self.name, logprobs, likely, span, top_k)

@@ -187,7 +187,7 @@ class FairShares:
 
     @property
     def is_contended(self) -> bool:
-        """Whether calls are waiting, or a new call of a project with running calls would have to wait."""
+        """Whether calls are waiting, or calls are running while the engines are saturated."""
         queue = self.queue
         return bool(queue.waiting) or (bool(queue.running) and self.is_saturated())
 

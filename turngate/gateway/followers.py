@@ -40,7 +40,7 @@ async def wait_for_followers(table: FenceTable, epoch: int) -> None:
     late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
     if late:
         log.warning(
-            "some cells have not confirmed a change and hold their calls until they reach the shared store again: %s",
+            "some cells have not confirmed a change; they serve no calls until they reach the shared store again: %s",
             ", ".join(late),
         )
     await asyncio.to_thread(table.prune, _PRUNE_S)

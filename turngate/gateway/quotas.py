@@ -133,7 +133,7 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 
 class _Parts:
-    """This process's part of one project's daily token quota, and the times by which the project's other quotas are refreshed again."""
+    """This process's part of one project's daily token quota, and when the project's other quotas are next due for a refresh."""
 
     def __init__(self) -> None:
         self.day = 0

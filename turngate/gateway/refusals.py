@@ -3,8 +3,8 @@
 A refused call is answered with a 4xx status because of its content, such as a model that is not served, an unsupported field, invalid JSON,
 a body that is too large, or anything that the engine rejects as invalid. These errors do not count as refusals:
 
-    401, 403    the key is wrong, so the call does not belong to the session
-    409         the session has ended or has reached a limit
+    401, 403    the key does not grant access, so the call does not belong to the session
+    409         the session has ended or has reached a limit, or its mode or tokenizer is not the gateway's
     426         the route has no WebSocket; agents fall back to HTTP
     429         too many calls at the same time, or a quota is used up; the same call may succeed later
     context     the prompt is too long; agents compact their history and try again

@@ -42,10 +42,10 @@ class ReplicaSet:
         self.is_frozen = False  # whether the engines are paused with calls in flight
 
     def require(self, action: str) -> list[UpdatableReplica]:
-        """Return the replicas. If there are none, raise `Conflict`; `action` completes its message "this gateway's engine cannot …"."""
+        """Return the replicas. If there are none, raise `Conflict`; `action` completes "this gateway has no engine that can …"."""
         found = list_updatable_replicas(self._engine)
         if not found:
-            raise Conflict(f"this gateway's engine cannot {action}; only the engines vllm, sglang and local can")
+            raise Conflict(f"this gateway has no engine that can {action}; the engines vllm, sglang and local can")
         return found
 
     @property

@@ -211,7 +211,7 @@ class OpenEnvAccess:
             return "" if is_valid else "the key is missing or wrong; send it as 'Authorization: Bearer …'"
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and _netloc(origin) != host:
-            return "the Origin header names a different site, whose pages may not call this server"
+            return "the Origin header does not name this server, and pages of other sites may not call it"
         if is_loopback((scope.get("server") or ("",))[0]) and not is_loopback(_hostname(host)):
             return f"the Host header does not name this machine; if the server is behind a proxy, set {KEY}"
         return ""

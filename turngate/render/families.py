@@ -167,7 +167,7 @@ class FamilyRenderer:
                     param="family",
                 ) from error
             raise BadRequest(
-                f"chat_template_kwargs: the renderer {self.name} cannot be created with {', '.join(sorted(kwargs))}: {error}",
+                f"the renderer {self.name} rejects the template arguments {', '.join(sorted(kwargs))}; change or remove them ({error})",
                 param="chat_template_kwargs",
             ) from error
 

@@ -31,7 +31,7 @@ TURN_TEXT = "turngateTURNTEXT"
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """One kind of transition. A renderer's certificate contains a verdict for each kind that occurs in the probe conversations."""
+    """One kind of transition. A renderer's certificate contains the probe results for each kind that occurs in the probe conversations."""
 
     calls: int  # number of calls in the turn; 2 means two or more
     speakers: tuple[str, ...]  # the roles of the new messages; consecutive equal roles are listed once

@@ -1,6 +1,6 @@
 """Check that the gateway records an agent's calls completely, by running the agent on a small task with the scripted engine.
 
-The engine replies with the `[[check]]` steps from the agent's description (read, edit, run, finish), so the expected result is known.
+By default, the engine replies with the `[[check]]` steps from the agent's description, so the expected result is known.
 The report contains a result for each promise that was checked, such as that the trace contains every model call. If a promise is broken,
 its result names the cause where possible, such as greedy sampling or a tool that the agent does not offer.
 """

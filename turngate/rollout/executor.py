@@ -55,7 +55,7 @@ class AttemptExecutor(Protocol):
     """Runs attempts, on this machine or on others."""
 
     async def check(self) -> None:
-        """Raise `SandboxUnavailable` if attempts cannot run. The message states the cause and a fix."""
+        """Raise `SandboxUnavailable` if attempts cannot run. The message says why and, where possible, what to do."""
 
     async def sweep(self) -> None:
         """Remove the sandboxes that earlier executors left behind when they were killed."""

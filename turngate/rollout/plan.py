@@ -187,7 +187,7 @@ def batch_stream(batch: str) -> str:
 
 
 def group_name(batch: str, task: str, round: int) -> str:
-    """Return the name of a group. Task ids do not contain @, so different groups have different names."""
+    """Return the name of a group. Task ids do not contain '@', so different groups have different names."""
     return f"{batch}.{task}" + (f"@{round}" if round else "")
 
 

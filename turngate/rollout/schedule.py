@@ -179,7 +179,7 @@ class Schedule:
 
     @property
     def accepts_more(self) -> bool:
-        """Whether a rollout that is added now will certainly run."""
+        """Whether a rollout that is added now will run, unless the batch is stopped first."""
         return self._workers > 0 and not self._stop
 
     async def wait_until_settled(self, rollout: str, attempt: int, limit_s: float | None) -> bool:

@@ -211,7 +211,10 @@ def _split_path(name: str) -> list[str]:
 
 
 def stays_inside(depth: int, target: str) -> bool:
-    """Return whether a link `depth` folders below the root stays inside the root. Its target may contain `..` only at the start."""
+    """Return whether a link `depth` folders below the root stays inside the root.
+
+    The target must be relative, and may contain `..` only at the start. For other targets, return False.
+    """
     parts = [part for part in target.split("/") if part not in ("", ".")]
     ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and ups <= depth and ".." not in parts[ups:]
@@ -236,7 +239,7 @@ def _open_folder(root: int, path: list[str]) -> int:
 def _make_hard_link(root: int, source: list[str], path: list[str]) -> str:
     """Create a hard link to an extracted file. Return why that is impossible, or "" on success."""
     if not source or not path:
-        return "the link has no name"
+        return "the link or its target has no name"
     if len(source) > MAX_DEPTH:
         return "the link's target was left out"
     there = here = -1

@@ -98,7 +98,7 @@ class BubblewrapBackend:
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List the parts of a spec that this backend cannot enforce."""
+        """List the parts of a spec that this backend cannot enforce, and the kernel features that it cannot block."""
         image = ("image",) if spec.image or spec.dockerfile else ()
         unfiltered = () if seccomp.build_filter() else ("kernel keyrings and VSOCK",)
         return (*image, *unfiltered, *cgroups.not_enforced(spec.resources))

@@ -1,6 +1,7 @@
 """Hugging Face sandboxes, through the official `huggingface_hub` SDK: one Job on its own machine per sandbox.
 
-The SDK blocks, so each call runs in a thread. To keep calls short, a command is started in the background and polled until it ends.
+The SDK blocks, so each call runs in a thread. To keep calls short, a command that may run for long is started in the
+background and polled until it ends.
 """
 
 from __future__ import annotations

@@ -451,7 +451,7 @@ true
 
 
 def folder_script(folder: str) -> str:
-    """Return a script that creates a writable folder. Where the user may not create folders, such as in /, it uses sudo if available."""
+    """Return a script that creates a writable folder. Where the user may not create folders, such as in `/`, it uses sudo if available."""
     name = shlex.quote(folder)
     return (
         f"mkdir -p {name} 2>/dev/null && [ -w {name} ] || "

@@ -18,7 +18,7 @@ from turngate.service.result import ErrorInfo, RolloutEvent, RolloutResult, Roll
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
-_LOST = "lost: the service stopped before this rollout ended"
+_LOST = "lost: the service stopped before it wrote this rollout's result"
 _UNREPORTED = (
     "the service stopped before it wrote the result; the status and any reward were restored from the rollout's events"
 )
@@ -69,7 +69,7 @@ def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutSt
 
 
 def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """Build the final state of a rollout that had not ended when the service was killed.
+    """Build the final state of a rollout whose result was not written before the service stopped.
 
     The rollout is considered to have ended at its last event. If a grade was recorded, it is kept.
     """

@@ -31,7 +31,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call by the model. `arguments` is the text that the model sampled, usually JSON."""
+    """A tool call by the model. `arguments` is text, usually JSON."""
 
     id: str = ""
     name: str

@@ -331,7 +331,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         if size and held + size > self.config.queued_bytes:
             raise Busy(
                 f"the inputs of this rollout ({size:,} bytes) do not fit in the queue: those of active rollouts already use {held:,} of "
-                f"{self.config.queued_bytes:,} bytes; try again when a rollout finishes"
+                f"{self.config.queued_bytes:,} bytes; send smaller inputs, or try again when a rollout finishes"
             )
 
     def _new_id(self) -> str:

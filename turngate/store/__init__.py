@@ -1,1 +1,1 @@
-"""The store of a gateway: one SQLite file in the data folder, or a PostgreSQL database that many machines share."""
+"""The store of a project: a SQLite file in a folder, or tables in a PostgreSQL database that many machines share."""

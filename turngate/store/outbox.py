@@ -113,7 +113,7 @@ class Outboxes:
 
 
 class OutboxTable:
-    """The outbox table. If `cell` is empty, this gateway is not a cell and nothing is added."""
+    """The outbox table. While `cell` is empty, sessions are not added: this gateway is not a cell, or it has no id yet."""
 
     def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing

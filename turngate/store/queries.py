@@ -35,7 +35,7 @@ class RawSession(msgspec.Struct, frozen=True):
 
 
 class EventTotals(msgspec.Struct, frozen=True):
-    """Totals of the events of one session."""
+    """Totals of the events of one session or batch stream."""
 
     session: str
     newest: int  # number of the last event
@@ -110,7 +110,7 @@ class RolloutQueries:
         return None if row is None else as_number(row[0])
 
     def sum_events(self) -> list[EventTotals]:
-        """Return the event totals of each session."""
+        """Return the event totals of each session and each batch stream."""
         # SQLite guarantees that with a single max(), `time` is taken from the row with the highest number.
         query = (
             f"SELECT session, max(seq), time, sum({_TURNS}),"

@@ -28,7 +28,7 @@ log = logging.getLogger("turngate")
 class SqliteDatabase:
     """One SQLite file, with one connection for writing and one for each thread that reads.
 
-    Transactions are short and block the calling thread.
+    A file that was opened with `open_for_reading` has a single connection. Transactions are short and block the calling thread.
     """
 
     durability: Durability

@@ -23,7 +23,8 @@ MAX_INSTRUCTION = 1_000_000  # characters
 class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
     """A script that grades the agent's work in a fresh sandbox.
 
-    The sandbox contains `files` in /tests and, unless there is a probe, a copy of the work.
+    The sandbox contains `files` and, unless there is a probe, a copy of the work. The files are in /tests, or in the sandbox's home folder
+    if the sandbox shares the host's file system.
     """
 
     files: Path | None = None

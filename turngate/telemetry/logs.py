@@ -78,7 +78,7 @@ def redact_known(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Redact known secrets and any text that looks like a secret."""
+    """Redact known secrets, keys that follow names such as `Bearer` or `api_key=`, and credentials in URLs."""
     text = redact_known(text)
     text = _KEY_AFTER_NAME.sub(rf"\1{REDACTED}", text)
     return _URL_CREDENTIALS.sub(rf"\1{REDACTED}@", text)

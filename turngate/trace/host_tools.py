@@ -1,4 +1,4 @@
-"""Host tools: tools whose calls the host answers. A session declares them in `SessionConfig.tools`."""
+"""Host tools: tools that the agent calls at the gateway and the host handles. A session declares them in `SessionConfig.tools`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def _check_schema(schema: dict[str, Json], field: str) -> None:
 
 
 def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
-    """Build a function that checks arguments against a schema. The function raises a `BadRequest` that names the invalid argument.
+    """Build a function that checks arguments against a schema. The function raises `BadRequest` if they do not match the
+    schema, with the name of the invalid argument if it is known.
 
     A `$ref` to another document is not followed, so arguments that depend on it are rejected.
     """

@@ -21,7 +21,7 @@ Status = Literal["open", "sealed", "cancelled"]
 MAX_ATTEMPT = 2**31 - 1
 MAX_ROLLOUT_CHARS = 512
 _CALL_COPIES = 3  # a call in flight keeps its body, its messages, and the request to the engine
-LAPSED = "lapsed"  # calls are aborted because the cell's lease has ended; the session continues once the cell has a lease again
+LAPSED = "lapsed"  # calls are aborted because the cell may not serve at the moment; the session continues once it may serve again
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
@@ -76,11 +76,13 @@ def limit_message(limit: str) -> str:
 
 
 def raise_if_paused(ending: str) -> None:
-    """Raise a retryable error if `ending` is temporary: the gateway is stopping, or the cell's lease has lapsed."""
+    """Raise a retryable error if `ending` is temporary: the gateway is stopping, or the cell may not serve calls at the moment."""
     if ending == "stopping":
         raise Stopping("the gateway is stopping; retry this call in a moment") from None
     if ending == LAPSED:
-        raise LeaseLapsed("this cell cannot reach the shared store; retry this call in a moment") from None
+        raise LeaseLapsed(
+            "this cell could not confirm with the shared store that it may serve calls; retry this call in a moment"
+        ) from None
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

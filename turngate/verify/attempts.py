@@ -32,7 +32,7 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
             waiting = sum(number is None for number in session.related.deliveries)
             check.expect(not waiting, f"it is {why}, but is waiting for its group in a feed (feeds: {waiting})")
     if superseded and any(number is not None for number in session.related.deliveries):
-        results.note("attempt", "it was delivered to a trainer before it was superseded")
+        results.note("attempt", "it was superseded after a feed had delivered its group")
 
 
 def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], check: VerifyCheck) -> None:

@@ -197,7 +197,7 @@ def _check_column(
     whole = int(given.sum()) == sum(end - start for start, end in column.spans) == len(values)
     if not check.expect(
         whole,
-        f"its side data {name} does not have one value per token (values: {len(values)}, spans: {column.spans})",
+        f"its side data {name} does not have exactly one value for each token of its spans (values: {len(values)}, spans: {column.spans})",
         node=leaf,
     ):
         return

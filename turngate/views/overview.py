@@ -1,4 +1,4 @@
-"""Lists and summaries of all rollouts in a data folder. Queries read new events before they answer."""
+"""Lists and summaries of all rollouts in a data folder. All queries except `damage` read new events before they answer."""
 
 from __future__ import annotations
 

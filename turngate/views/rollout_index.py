@@ -227,7 +227,7 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Update a rollout's row and return it. Only this method reads policy versions, because that takes a query for each rollout."""
+        """Update a rollout's row and return it. Only this method reads its policy versions, because that takes one query per rollout."""
         row = entry.row
         row.status = entry.status_at(now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)

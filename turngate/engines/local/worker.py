@@ -114,7 +114,7 @@ class Worker:
     def submit(self, order: SamplingOrder) -> None:
         self._commands.put(lambda: self._waiting.__setitem__(order.serial, _Running(order)))
         if self._over:
-            raise EngineUnavailable("the local engine was closed")
+            raise EngineUnavailable("the local engine has stopped")
 
     def abort(self, serial: int) -> None:
         self._commands.put(lambda: self._abort(serial))
@@ -193,7 +193,7 @@ class Worker:
                 self._outbox.flush(self._version)
             self._over = True
             self._run_commands()
-            self._fail_all(EngineUnavailable("the local engine was closed"), waiting=True)
+            self._fail_all(EngineUnavailable("the local engine has stopped"), waiting=True)
             self._signal_holds()
             self._outbox.flush(self._version, now=True)
 

@@ -119,7 +119,7 @@ class Cell:
         return self._open().quotas
 
     def wake_shippers(self) -> None:
-        """Make the shippers announce new sessions now."""
+        """Make the shippers announce new sessions now, if they run in this worker."""
         for shipper in self._shippers:
             shipper.wake()
 

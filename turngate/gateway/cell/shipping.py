@@ -145,7 +145,9 @@ class Shipper:
             superseded = self._target.announce(opened)
             self.outbox.mark_announced(opened, superseded)
             for session in sorted(superseded):
-                log.warning("session %s does not count: its attempt is superseded in the shared store", session)
+                log.warning(
+                    "session %s does not count: its attempt is superseded or replaced in the shared store", session
+                )
 
     def _back_off(self, message: str) -> float:
         if not self._failures:

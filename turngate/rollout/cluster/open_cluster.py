@@ -23,7 +23,7 @@ from turngate.rollout.cluster.ray_nodes import RayConnection
 from turngate.rollout.plan import BatchPlan
 from turngate.server.run import run_embedded
 
-# Settings that apply only to the driver's gateway and are not sent to cells.
+# Settings that cells do not get, or get as separate fields of `RunnerSettings`.
 _OWN_SETTINGS = ("host", "port", "data", "script", "log_format", "spans", "shared", "cell_name")
 
 

@@ -44,7 +44,7 @@ class PlacedCell:
 
     def __init__(self, node: RayNodeView, actor: Any, load: CellLoad) -> None:
         self.node, self.actor, self.load = node, actor, load
-        self.is_lost = False  # its node or its actor has died
+        self.is_lost = False  # its node or its actor has died, or calls to it keep failing
 
 
 class RayCluster:

@@ -85,8 +85,8 @@ class ListRoutes:
         """Show one group.
 
         Whether a rollout contributes to the advantages depends on its trace. Each trace is read in a separate query, so that other requests
-        are served in between. If more than `_MAX_UNREAD_TRACES` traces would have to be read, none are read, and all rollouts
-        with sampled tokens are assumed to contribute.
+        are served in between. If more than `_MAX_UNREAD_TRACES` traces would have to be read, none are read, and all graded
+        rollouts with sampled tokens are assumed to contribute.
         """
         name = query.name
         graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))

@@ -181,7 +181,7 @@ class Coordinator:
     async def _collect_metrics(self, project: str | None) -> dict[int, MetricsSnapshot | None]:
         """Return the metrics of every other worker, for one project or for all projects.
 
-        The value is None for a worker that does not answer.
+        The value is None for a worker that does not answer or answers with an error.
         """
         target = "/worker/metrics" if project is None else f"/worker/metrics?project={project}"
 

@@ -1,4 +1,6 @@
-"""Grading of one agent's work on one task, in a fresh sandbox. All rewards come from `grade`, except the zeros that an end policy assigns.
+"""Grading of one agent's work on one task, in a fresh sandbox.
+
+The reward of a rollout that Turngate runs comes from `grade`, except the zeros that an end policy assigns.
 
     the grader returns a reward                 → graded
     it crashes, hangs or returns no reward      → run the control: the same grader on the untouched task, once per task and process

@@ -1,4 +1,4 @@
-"""Parsers for the output of test runners. Each returns the outcome of every test in a log.
+"""Parsers for the output of test runners. Each returns the outcomes of the tests in a log.
 
 | name | parser |
 |---|---|
@@ -43,7 +43,7 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b
 
 
 def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
-    """Return the outcome of every test in a log. This may block for minutes, so do not call it in an event loop.
+    """Return the outcomes of the tests in a log. This may block for minutes, so do not call it in an event loop.
 
     Raise `Undecided` if the parser cannot read the log, and `TaskError` if the parser does not exist. Raise `ConfigError` if the parser
     needs the `swebench` package, but the package is not installed or cannot be imported.

@@ -1,7 +1,7 @@
 """Run a test command in a sandbox, while the witness (`witness.py`) records what each test does.
 
-The SWE grader and `turngate tasks make repairs` both run tests in this way. The log is the output between two markers that only the
-wrapping shell knows.
+The SWE grader and `turngate tasks make repairs` both run tests in this way. The log is the output between two markers. Inside
+the sandbox, only the wrapping shell knows them.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ the script, so it can overwrite the reward file while the tests run. This setup 
 With a probe, two sandboxes are used. In the first, the probe runs the work. This sandbox contains no tests except `tests/run.sh` and
 `tests/inputs/`. The second sandbox, in which the script runs, receives all tests and the files that the probe left in /logs/probe, but
 not the work. The agent's code therefore never runs in the sandbox that contains the answers and decides the reward.
+
+The local sandbox has other folders in place of /tests and /logs.
 """
 
 from __future__ import annotations

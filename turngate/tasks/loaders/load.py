@@ -7,6 +7,8 @@ a folder with .jsonl or .parquet files   the rows of all these files
 hf://org/name[@split]                    a data set on the Hugging Face hub, or in its local cache
 module:function, file.py:function        the tasks or rows that the function returns
 any other file                           its text is the instruction
+
+A .ndjson file is treated like a .jsonl file.
 """
 
 from __future__ import annotations
@@ -177,7 +179,7 @@ def _find_row_files(path: Path) -> list[Path]:
 
 
 def _file_candidates(path: Path, display_name: str = "") -> Iterator[Candidate]:
-    """Yield the tasks of a file. Messages refer to the file as `display_name` or, if that is empty, by its path."""
+    """Yield the tasks of a file. Messages about a row refer to the file as `display_name` or, if that is empty, by its path."""
     if path.suffix not in _ROWS:
         yield _harbor_candidate(path)
         return

@@ -1,8 +1,8 @@
 """Mutations: small edits to Python code that resemble a programmer's mistakes.
 
-`find_mutations` lists every mutation of a file. A mutation replaces one piece of the text, so the formatting and the comments of the file
-stay unchanged. Every mutation is inside a function, changes the code itself (not just annotations or docstrings), and leaves it
-syntactically valid.
+`find_mutations` lists every mutation of a file. A mutation replaces one piece of the text, so the formatting and the comments of the
+rest of the file stay unchanged. Every mutation is inside a function, changes the code itself (not just annotations or docstrings), and
+leaves it syntactically valid.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _context_step(message: Message) -> dict[str, Json]:
 
 
 def _attach_observation(steps: list[dict[str, Json]], message: Message) -> None:
-    """Add the result of a tool to the step that called it."""
+    """Add the result of a tool to the step that called it. If no step called it, add a separate step."""
     call = message.tool_call_id
     for step in reversed(steps):
         if any(one["tool_call_id"] == call for one in step.get("tool_calls", ())):

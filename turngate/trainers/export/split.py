@@ -15,7 +15,7 @@ class SplitRow(msgspec.Struct, frozen=True):
     prompt: Ids
     response: Ids
     mask: np.ndarray  # int8, of the response
-    logprobs: Logprobs  # of the response; 0 for tokens that were not sampled, which are masked
+    logprobs: Logprobs  # of the response; 0 for tokens without a log-probability, which are masked
     turns: int  # trained turns
 
 
@@ -35,6 +35,6 @@ def split_row(row: Sample) -> SplitRow:
 
 
 FILLED_LOGPROBS = (
-    "the difference between a missing log-probability and 0.0: tokens that were not sampled have 0.0, and are masked"
+    "the difference between a missing log-probability and 0.0: tokens without one have 0.0, and are masked"
 )
 ROW_WEIGHTS = "equal weighting of rollouts that have several rows: the trainer must apply the `weight` of each row"

@@ -6,9 +6,9 @@
 `Learner` does the computation and does not depend on a gateway. `Trainer` is the loop around it. It needs a gateway, the gateway's
 `LocalEngine`, and a feed.
 
-After a crash, the trainer resumes with the checkpoint's weights and continues after the last delivery that they were trained on. Later
-updates are lost, and their deliveries are read again. A policy version always identifies one set of weights: if the gateway has already
-seen newer weights than those in the checkpoint, the trainer chooses a new version number.
+After a crash, the trainer resumes with the checkpoint's weights and continues after the last delivery that they were trained on. Updates
+made after the checkpoint are lost, and their deliveries are read again. A policy version always identifies one set of weights: if the
+gateway has already seen newer weights than those in the checkpoint, the trainer chooses a new version number.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class VocabularyCheck:
         return self._tokenizer is not None and self._tokenizer.digest == digest
 
     def check(self, policy: Tokenizer | None, ids: Ids) -> None:
-        """Raise `VocabularyMismatch` if the teacher has a different token for an id, or `EngineRejected` if its tokenizer lacks the id.
+        """Raise `VocabularyMismatch` if the teacher has a different token for an id, or `EngineRejected` if its vocabulary is too small.
 
         Raise `ConfigError` if the teacher's tokenizer is unknown and its server cannot decode ids. `policy` is the tokenizer of the ids, or
         None if the teacher is known to have the same tokenizer.

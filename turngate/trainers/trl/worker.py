@@ -138,7 +138,7 @@ class TurngateWorker:
         self._throttle: DeliveryThrottle | None = None
         self._base: int | None = None  # the gateway's version that corresponds to TRL's version 0
         self._seen = 0.0  # when the event loop last ran
-        self._room = asyncio.Event()  # set when the trainer takes a row
+        self._room = asyncio.Event()  # set when the trainer takes a row or a delivery arrives
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ran_out = ""  # why there will be no more deliveries
         self._dry = False  # True once all deliveries are read and no more will follow
@@ -316,7 +316,7 @@ class TurngateWorker:
         return self.rollout_buffer.consumed
 
     async def row_taken(self) -> None:
-        """Wait until the trainer takes a row, for at most one second."""
+        """Wait until the trainer takes a row or a delivery arrives, for at most one second."""
         self._room.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):

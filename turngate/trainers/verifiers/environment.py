@@ -143,7 +143,10 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     public_url: str = ""
     """URL at which remote sandboxes can reach the gateway."""
     tunnel: str = ""
-    """Instead of `public_url`, a command that opens a tunnel to the gateway and prints the tunnel's URL. It runs once for all rollouts."""
+    """Instead of `public_url`, a command that opens a tunnel to the gateway and prints the tunnel's URL.
+
+    `TurngateEnv` runs it once for all rollouts.
+    """
 
 
 class SharedConnections(msgspec.Struct, frozen=True):

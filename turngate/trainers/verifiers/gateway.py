@@ -7,7 +7,8 @@ The harness's program still runs in verifiers' runtime.
 
     register → run the program with the rollout's own URL and key → (cancel) → program ends → unregister → trajectory → graft → hook
 
-- The trajectory is fetched after the last turn, even if the program failed. If the gateway's reply is incomplete, the trace is unchanged.
+- The trajectory is fetched after the last turn, even if the program failed. If the trajectory cannot be fetched
+  or is invalid, no turns are added to the trace.
 - The hook, `after_rollout`, runs after every rollout that was registered.
 - When a rollout is cancelled, it is cancelled at the gateway first, so that generation stops.
 - If the program can no longer reach the gateway, the rollout fails with a `TunnelError`.
