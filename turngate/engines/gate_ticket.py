@@ -60,7 +60,8 @@ class Ticket:
                 "ids is empty; an answer needs at least one token, which may be the stop token", param="ids"
             )
         if finish is None and not len(ids):
-            raise BadRequest("ids is empty; pass at least one token, or finish the call", param="ids")
+            alternative = ", or finish the call" if self.sent else ""
+            raise BadRequest(f"ids is empty; pass at least one token{alternative}", param="ids")
         if vocabulary is not None and len(ids) and int(ids.max()) >= vocabulary:
             where = int(ids.argmax())
             raise BadRequest(

@@ -179,7 +179,7 @@ def _model(request: RelayRequest) -> str:
 
 
 def _find_spelling(body: dict[str, Any], name: str) -> str:
-    """Return a field's name as the agent's body spells it: in snake case or camel case."""
+    """Return the spelling of a field in `body`: snake case if the body contains that, otherwise `name`, which is in camel case."""
     snake = _SNAKE.sub("_", name).lower()
     return snake if snake in body else name
 

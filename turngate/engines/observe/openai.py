@@ -140,7 +140,7 @@ class OpenAIRelay:
         return [msgspec.structs.replace(seen, model=models.data[0].id, max_context=models.data[0].max_model_len)]
 
     async def count(self, request: RelayRequest) -> int:
-        raise NotFound("this endpoint cannot count tokens; estimate them instead")
+        raise NotFound("the observed endpoint cannot count tokens; estimate the count instead")
 
     @asynccontextmanager
     async def relay(self, request: RelayRequest) -> AsyncIterator[AsyncIterator[RelayChunk]]:

@@ -38,7 +38,7 @@ class AnswerCollector(Protocol):
         """Return the chunk for an event, or None if it adds nothing."""
 
     def end(self) -> RelayChunk:
-        """Return the last chunk, after the end of the stream."""
+        """Return the last chunk. This is called once, after the end of the stream."""
 
 
 async def stream_answer(
@@ -167,7 +167,9 @@ class StreamingRelay:
                     return self._client.decode(msgspec.json.Decoder(shape).decode, data)
         except EngineNotFound as error:
             # Not all endpoints can count tokens. An unknown model may have the same status, so the endpoint's message is included.
-            raise NotFound(f"this endpoint did not count the tokens ({error.message}); estimate them instead") from None
+            raise NotFound(
+                f"the observed endpoint did not count the tokens ({error.message}); estimate them instead"
+            ) from None
         raise AssertionError("`Reply.whole` always yields one batch with one event")
 
     async def _probe(self, path: str) -> list[Health]:

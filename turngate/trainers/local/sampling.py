@@ -55,7 +55,7 @@ def list_temperatures(row: Row) -> np.ndarray:
 
 
 def has_masks(row: Row) -> bool:
-    """Return whether trained tokens of a row were sampled with a sampling mask."""
+    """Return whether any trained token of a row was sampled with a sampling mask."""
     return bool(len(_list_kept([row])[0]))
 
 
