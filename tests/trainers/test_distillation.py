@@ -118,7 +118,7 @@ def test_rows_without_scores_are_rejected(folder: Path) -> None:
     model = load(folder)
     settings = GrpoSettings(teacher_kl=1.0, tolerance=1e9)
     with pytest.raises(
-        MissingTeacherScores, match=r"no row has usable teacher scores \(rejected rows: 1; .*it is too long"
+        MissingTeacherScores, match=r"no row can be used \(rejected rows: 1\)\. First reason: .*it is too long"
     ) as error:
         Learner(model, settings).gradients([make_row()], version=0)
     assert error.value.param == "teacher_kl"

@@ -256,7 +256,7 @@ class SGLangScoring(_ScoringServer):
         if scored is None:
             raise InvalidScores(f"{self.name} returned no log-probabilities for the input")
         if top_k and tops is None:
-            raise InvalidScores(f"{self.name} returned no most likely tokens for the input")
+            raise InvalidScores(f"{self.name} returned no top tokens for the input")
         counts = [len(scored), len(scored) if tops is None or not top_k else len(tops)]
         if wrong := [count for count in counts if count != len(ids)]:
             raise InvalidScores(f"{self.name} returned the wrong number of scores: {wrong[0]} instead of {len(ids)}")

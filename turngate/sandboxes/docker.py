@@ -559,7 +559,9 @@ def _last_lines(stderr: str, count: int = 12) -> str:
 
 def _digest_folder(folder: Path) -> str:
     if not (folder / "Dockerfile").is_file():
-        raise SandboxError(f"{folder} contains no Dockerfile")
+        raise SandboxError(
+            f"cannot build an image: {folder} is not a folder with a Dockerfile; set the task's dockerfile to a folder that contains one"
+        )
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         kind = b"link" if path.is_symlink() else b"file" if path.is_file() else b"folder"

@@ -238,7 +238,7 @@ class LocalEngine:
         self._expected = None if weights is None else weights.version
 
     async def _load(self, folder: str | Path, version: int | None) -> None:
-        """Load a model. If this fails or is cancelled after weights may have changed, reject calls until another load succeeds."""
+        """Load weights. If this fails or is cancelled after weights may have changed, reject calls until another load succeeds."""
         if not folder:
             self._reject_calls()
             raise unknown_path_error(self.name)

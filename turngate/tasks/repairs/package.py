@@ -251,7 +251,7 @@ def _find_archive(name: str, version: str) -> str:
         if f"{_normalize(stem)}{dash}{rest}" == wanted:
             return address
     raise TaskError(
-        f"repairs: {page} has no source archive for {name} {version}; choose a different version, or specify a folder",
+        f"repairs: {page} has no source archive for {name} {version}; choose a different version, or pass a folder with its source",
         param="sources",
     )
 

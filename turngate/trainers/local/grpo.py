@@ -222,7 +222,7 @@ class Learner:
             return rows
         scored, unscored = split_scored(rows)
         if not scored:
-            problem = f"no row has usable teacher scores (rejected rows: {len(rows)}; the first is {unscored[0]})"
+            problem = f"no row can be used (rejected rows: {len(rows)}). First reason: {unscored[0]}"
             raise MissingTeacherScores(f"teacher_kl is set, but {problem}", param="teacher_kl")
         totals.refused += unscored
         totals.mean_kl = compute_mean_kl(scored)
