@@ -54,6 +54,12 @@ def test_change_waits_for_followers_that_may_still_serve(row: FenceFollowerRow, 
     assert bool(find_blocking([row], epoch=5, since=100)) is blocks
 
 
+@pytest.mark.parametrize(("seen", "epoch", "blocks"), [(105, 4, True), (100, 4, False), (105, 5, False)])
+def test_drain_waits_for_followers_that_report_calls_in_flight(seen: float, epoch: int, blocks: bool) -> None:
+    row = FenceFollowerRow("a", "", 10, seen=seen, epoch=epoch, now=110)
+    assert bool(find_blocking([row], epoch=5, since=100, drains=True)) is blocks
+
+
 async def test_fence_admits_no_call_after_its_time() -> None:
     fence = Fence()
     assert fence.admits
@@ -261,6 +267,19 @@ async def test_no_turn_is_sampled_under_old_version_after_update(postgres_url: s
         for text, first, last, started in turns:
             assert text == str(first) == str(last)
             assert all(first >= version for version, at in returned.items() if started > at)
+
+
+@pytest.mark.needs("postgres")
+@pytest.mark.full
+async def test_drain_waits_for_a_call_that_takes_longer_than_the_lease(postgres_url: str) -> None:
+    world = World()
+    world.delay_s = 3 * TTL_S
+    async with controller(postgres_url) as updates, cell(postgres_url, "busy", world) as busy:
+        asking = asyncio.create_task(busy.ask())
+        await until(lambda: busy.running.app.fence.in_flight == 1)
+        await updates.pause("drain", None)
+        assert busy.running.app.fence.in_flight == 0
+        assert await asking == "0"
 
 
 @pytest.mark.needs("postgres")

@@ -13,13 +13,18 @@ POLL_S = 0.1  # between checks of the followers
 _PRUNE_S = 3600.0
 
 
-def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
+def find_blocking(
+    rows: Sequence[FenceFollowerRow], epoch: int, since: float, *, drains: bool = False
+) -> list[FenceFollowerRow]:
     """Return the followers that may still serve without having carried out the change `epoch`.
 
     A follower may serve for `ttl` seconds after each report. `since` is a time after the change was written. A follower that reports
     after `since` receives the change in the reply, so the report does not extend the time for which it may serve without the change.
+    If the change is a drain, the follower may still have calls in flight, so each report extends this time.
     """
-    return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
+    return [
+        row for row in rows if row.epoch < epoch and row.now < (row.seen if drains else min(row.seen, since)) + row.ttl
+    ]
 
 
 def find_busy(rows: Sequence[FenceFollowerRow], url: str) -> list[FenceFollowerRow]:
@@ -30,17 +35,17 @@ def find_busy(rows: Sequence[FenceFollowerRow], url: str) -> list[FenceFollowerR
     return [row for row in rows if url in row.busy.split() and row.now < row.seen + row.ttl]
 
 
-async def wait_for_followers(table: FenceTable, epoch: int) -> None:
-    """Wait until every follower has carried out the change `epoch` or can no longer serve."""
+async def wait_for_followers(table: FenceTable, epoch: int, *, drains: bool = False) -> None:
+    """Wait until every follower has carried out the change `epoch` or can no longer serve. With `drains`, the change is a drain."""
     rows = await asyncio.to_thread(table.list_followers)
     since = max((row.now for row in rows), default=0.0)
-    while find_blocking(rows, epoch, since):
+    while find_blocking(rows, epoch, since, drains=drains):
         await asyncio.sleep(POLL_S)
         rows = await asyncio.to_thread(table.list_followers)
     late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
     if late:
         log.warning(
-            "some cells have not confirmed a change; they serve no calls until they reach the shared store again: %s",
+            "some cells have not confirmed a change to the fence or the engines; they start no new calls until they have applied it: %s",
             ", ".join(late),
         )
     await asyncio.to_thread(table.prune, _PRUNE_S)

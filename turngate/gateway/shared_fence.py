@@ -82,7 +82,7 @@ class SharedBarrier:
         weights = self._state.read_weights(version)
         encoded = "" if weights is None else msgspec.json.encode(weights).decode()
         epoch = await asyncio.to_thread(self._table.write, stage, version, model, encoded)
-        await wait_for_followers(self._table, epoch)
+        await wait_for_followers(self._table, epoch, drains=stage == "drain")
 
 
 class FollowedUpdates(WeightUpdates):
