@@ -318,7 +318,8 @@ async def test_mark_of_deleted_feed_is_rejected(tmp_path: Path) -> None:
             assert feed.mark == mark
         await t.client.delete_feed("f")
         words = (
-            r"it was deleted, or the gateway uses a different data folder; open the feed without 'after' and 'mark'$"
+            r"it was deleted, or the gateway uses a different store; check that the gateway uses the same store as "
+            r"before; if it does, open the feed without 'after' and 'mark'$"
         )
         with pytest.raises(OtherFeed, match=words):
             await Feed.open(t.client, "f", config, after=1, mark=mark)
@@ -334,7 +335,7 @@ async def test_mark_of_deleted_feed_is_rejected(tmp_path: Path) -> None:
     async with training() as t:
         async with await Feed.open(t.client, "f", config) as elsewhere:
             assert elsewhere.mark != feed.mark
-        with pytest.raises(OtherFeed, match="recreated, or the gateway uses a different data folder"):
+        with pytest.raises(OtherFeed, match="recreated, or the gateway uses a different store"):
             await Feed.open(t.client, "f", config, after=1, mark=feed.mark)
 
 

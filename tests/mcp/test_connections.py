@@ -118,7 +118,7 @@ def test_invalid_options_fail_before_serving(folder: Path) -> None:
     empty.write_text('sandbox = "local"\n')
     assert cli.run_rejected("mcp", "--config", empty).startswith("no endpoints are configured")
     assert cli.run_rejected("mcp", "--config", server.config, "--http", "nowhere").startswith(
-        "--http must be HOST:PORT, such as 127.0.0.1:8710, not 'nowhere'"
+        "--http must be HOST:PORT, with a port from 0 to 65535, such as 127.0.0.1:8710, not 'nowhere'"
     )
     short = {"TURNGATE_MCP_KEY": "short"}
     assert "at least 16" in cli.run_rejected("mcp", "--config", server.config, "--http", ":0", env=short)

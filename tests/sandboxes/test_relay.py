@@ -442,7 +442,7 @@ async def test_reached_file_reports_gateway(start: Start, tmp_path: Path) -> Non
 
     async with upstream(reply_with("", "404 Not Found")) as gateway:
         assert await read_reached_file(gateway.url) == "reached"
-    assert "the gateway does not answer" in await read_reached_file("http://127.0.0.1:1")
+    assert "is not from the gateway" in await read_reached_file("http://127.0.0.1:1")
 
 
 def test_sandbox_programs_need_only_python_3_8_stdlib() -> None:

@@ -272,7 +272,7 @@ def test_batch_has_side_data_of_all_trees() -> None:
     other = ExportedTree("s", 1.0, 1.0, build_tree(add_side_data(forks().rows(), "float32")))
     with pytest.raises(
         ConfigError,
-        match="sums must have the same type and shape in all trees of a batch; pack trees",
+        match="the side data 'sums' must have the same type and shape in all trees of a batch; pack trees",
     ):
         pack_trees([trees[0], other])
 

@@ -388,7 +388,8 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
         try:
             placeholders.fill(msgspec.json.encode(step).decode(), {"workdir": "x"})
         except placeholders.UnknownPlaceholder as error:
-            yield f"check[{n}]", f"check[{n}]: {{{error.name}}} {error}; only {{workdir}} can be used here"
+            hint = "" if error.name == "workdir" else "; only {workdir} can be used here"
+            yield f"check[{n}]", f"check[{n}]: {{{error.name}}} {error}{hint}"
     install = spec.install
     for name, field, value in (
         ("install", "npm or pip", install.npm or install.pip),

@@ -87,7 +87,7 @@ def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster 
             raise ConfigError(f"{name} needs a cluster; also pass --ray", param=name)
     if is_database_url(options.data):
         raise ConfigError(
-            "without --ray, --data must be a folder; also pass --ray to record in PostgreSQL", param="data"
+            "without --ray, --data must be a folder; to record in PostgreSQL, also pass --ray", param="data"
         )
     return None
 

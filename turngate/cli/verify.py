@@ -149,7 +149,7 @@ def _reason_not_done(part: str, verdicts: list[Verdict]) -> str:
     reasons = Counter(
         _normalize_reason(u, verdict) for verdict in verdicts for u in verdict.unchecked if u.part == part
     )
-    return _summarize_reasons(reasons) or "no session could be read"
+    return _summarize_reasons(reasons) or "no readable session was found"
 
 
 def _normalize_reason(missing: SkippedCheck, verdict: Verdict) -> str:

@@ -296,13 +296,13 @@ def _as_integer(name: str, value: SupportsIndex, least: int) -> int:
 def _check_mark(name: str, expected: str, current: str) -> None:
     """Raise `OtherFeed` if the two marks belong to different feeds. `current` is empty if the feed does not exist."""
     if remove_history(expected) != remove_history(current):  # the gateway checks the history
-        why, alternative = "it was deleted, or the gateway uses a different data folder", ""
+        why, alternative = "it was deleted, or the gateway uses a different store", ""
         if current:
-            why = "it was deleted and recreated, or the gateway uses a different data folder"
+            why = "it was deleted and recreated, or the gateway uses a different store"
             alternative = ", or pass the current feed's mark and one of its delivery numbers"
         raise OtherFeed(
-            f"feed {name}: the feed in the checkpoint (mark {expected}) was not found: {why}; open the feed "
-            f"without 'after' and 'mark'{alternative}"
+            f"feed {name}: the feed in the checkpoint (mark {expected}) was not found: {why}; check that the gateway uses the same "
+            f"store as before; if it does, open the feed without 'after' and 'mark'{alternative}"
         )
 
 

@@ -381,12 +381,12 @@ def _decode_tools(request: ChatRequest) -> tuple[Constraint | None, ChatTools | 
     tools = ChatTools(bytes(request.tools)) if _is_list_given(request.tools) else None
     if not is_given(request.functions):
         if is_given(request.function_call):
-            raise field_error("function_call", "can only be set together with functions; use tool_choice for tools")
+            raise field_error("function_call", "can only be set together with 'functions'; use tool_choice for tools")
         choice = _decode_choice("tool_choice", request.tool_choice)
         return decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
     if tools is not None or is_given(request.tool_choice):
         raise field_error(
-            "functions", "cannot be combined with tools or tool_choice; declare the functions in tools instead"
+            "functions", "cannot be combined with 'tools' or 'tool_choice'; declare the functions in 'tools' instead"
         )
     functions = ChatTools.from_functions(bytes(request.functions)) if _is_list_given(request.functions) else None
     choice = _decode_choice("function_call", request.function_call)

@@ -52,7 +52,7 @@ class ChatTools:
             raise BadRequest(f"functions: {describe_error(error)}", param="functions") from None
         for n, named in enumerate(names):
             if not named.name:
-                raise BadRequest(f"functions[{n}].name is missing", param=f"functions[{n}].name")
+                raise BadRequest(f"functions[{n}].name must be a non-empty string", param=f"functions[{n}].name")
         tools = b",".join(b'{"type":"function","function":%b}' % bytes(f) for f in functions)
         return cls(b"[" + tools + b"]", field="functions")
 

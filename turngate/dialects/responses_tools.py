@@ -23,7 +23,7 @@ SEARCH = "tool_search"
 _HOSTED = {
     "file_search": "is not supported, because only the provider can run it; declare your own search function",
     "code_interpreter": "is not supported, because only the provider can run it; declare a function that runs code",
-    "mcp": "is not supported, because only the provider can run it; connect to the server yourself and declare its functions",
+    "mcp": "is not supported, because only the provider can run it; connect to the MCP server yourself and declare its functions",
     "programmatic_tool_calling": "is not supported, because only the provider can run it; remove this tool",
     "local_shell": "is not supported; declare a function that runs commands instead",
     "shell": "is not supported; declare a function that runs commands instead",

@@ -196,7 +196,11 @@ class _ScoringServer:
 
     def _make_error(self, status: int, body: bytes) -> TurngateError:
         if status == 401:
-            problem = "rejected the API key; check it" if self._key else "requires an API key; set one"
+            problem = (
+                "rejected the API key; check it"
+                if self._key
+                else "requires an API key; for a teacher, set TURNGATE_TEACHER_KEY; for `turngate verify`, pass --engine-key-env"
+            )
             return EngineError(f"{self.name} at {self._url} {problem}")
         if 300 <= status < 400:
             return EngineError(

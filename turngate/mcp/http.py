@@ -52,7 +52,10 @@ class HttpSettings(msgspec.Struct, frozen=True):
         """Parse HOST:PORT, :PORT or PORT."""
         host, _, port = text.rpartition(":")
         if not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(f"http must be HOST:PORT, such as 127.0.0.1:8710, not {text!r}", param="http")
+            raise ConfigError(
+                f"http must be HOST:PORT, with a port from 0 to 65535, such as 127.0.0.1:8710, not {text!r}",
+                param="http",
+            )
         return cls(host.strip("[]") or "127.0.0.1", int(port), key, names)
 
 

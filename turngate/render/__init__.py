@@ -90,7 +90,7 @@ def find_tokenizer(name: str) -> Path:
     if not snapshots:
         raise ConfigError(
             f"tokenizer: {name!r} is neither a folder nor a model with a tokenizer.json in the local Hugging Face cache ({hub}); "
-            f"pass a folder, or download the model with `hf download {shlex.quote(name)}`",
+            f"pass the path of a tokenizer folder, or download the model with `hf download {shlex.quote(name)}`",
             param="tokenizer",
         )
     return snapshots[-1].parent

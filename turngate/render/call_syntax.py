@@ -94,7 +94,7 @@ def _parse_tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
     end = text.find(closing, named)
     name = text[start:named].strip()
     if start < len(opening) or named < 0 or end < 0 or not name or any(c.isspace() for c in name):
-        raise MalformedCall(f"no complete {opening}…> element")
+        raise MalformedCall(f"no complete {opening}…> element with a valid name")
     return name, text[named + 1 : end], text[end + len(closing) :]
 
 
@@ -135,7 +135,7 @@ def _parse_glm_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
         before, opened, rest = rest.partition("<arg_value>")
         value, ended, after = rest.partition("</arg_value>")
         if not (closed and opened and ended) or before.strip() or after.strip():
-            raise MalformedCall("an argument is incomplete, or there is other text between the arguments")
+            raise MalformedCall("an argument is incomplete, or has extra text before or after its value")
         values[key.strip()] = _convert_value(value, types.get(key.strip()))
     return [(name, orjson.dumps(values).decode())]
 

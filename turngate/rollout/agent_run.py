@@ -145,7 +145,7 @@ async def _kill(job: Job, exited: asyncio.Task[int], note: Callable[[str], None]
     try:
         await run_to_completion(job.kill())
     except TurngateError as error:
-        note(f"the agent could not be killed: {error.message}")
+        note(f"the agent's processes could not be killed: {error.message}")
     exited.cancel()
     with suppress(asyncio.CancelledError, TurngateError):
         await exited

@@ -65,7 +65,7 @@ class E2BBackend:
             await self._list_sandboxes({}, limit=1)
         except RequestLost as error:
             raise SandboxUnavailable(
-                f"E2B is not available ({error}); check this machine's network connection, or try again later"
+                f"{error.message}; check this machine's network connection, or try again later"
             ) from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ class E2BConnection:
                     file.write(chunk)
 
     async def renew(self, seconds: float) -> None:
-        with _map_errors("renew a sandbox"):
+        with _map_errors("renew the lease"):
             await self._sandbox.set_timeout(math.ceil(seconds))
 
     async def remove(self) -> None:

@@ -94,7 +94,7 @@ class HuggingFaceBackend:
             await self._resolve_namespace(_create_api())
         except RequestLost as error:
             raise SandboxUnavailable(
-                f"Hugging Face is not available ({error}); check this machine's network connection, or try again later"
+                f"{error.message}; check this machine's network connection, or try again later"
             ) from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
@@ -229,7 +229,7 @@ class HuggingFaceConnection:
         await self._request(f"read {path}", self._sandbox.files.download, path, target)
 
     async def renew(self, seconds: float) -> None:
-        await self._request("renew a sandbox", self._sandbox.processes)  # any call counts as use
+        await self._request("renew the lease", self._sandbox.processes)  # any call counts as use
 
     async def remove(self) -> None:
         if self._removed:

@@ -334,7 +334,7 @@ def open_devnull() -> IO[bytes]:
 
 def _check_path(path: str) -> str:
     if not path:
-        raise SandboxError("the path of a file in the sandbox must not be empty")
+        raise SandboxError("the path of a file or folder in the sandbox must not be empty")
     return path if not path.startswith("-") else f"./{path}"
 
 

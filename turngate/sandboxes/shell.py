@@ -363,10 +363,10 @@ class ShellSandbox:
             try:
                 await self._connection.renew(min(self._connection.lease_s, remaining))
             except RequestLost as error:
-                log.warning("could not renew the lease of sandbox %s: %s; retrying", self.id, error)
+                log.warning("sandbox %s: %s; retrying", self.id, error)
             except SandboxError as error:
                 log.warning(
-                    "could not renew the lease of sandbox %s: %s; not retrying, so the sandbox will end", self.id, error
+                    "sandbox %s: %s; not retrying, so the sandbox will end if it has not ended already", self.id, error
                 )
                 return
             await asyncio.sleep(min(pause, self._ends - time.monotonic()))

@@ -214,7 +214,7 @@ class Auth:
             found = self.find_key(key)
             if found is None:
                 raise Unauthorized(
-                    "Incorrect API key provided. Use this session's secret, the admin key, or an API key of this project."
+                    "Missing or incorrect API key. Use this session's secret, the admin key, or an API key of this project."
                 )
             require_scope(found, MODEL_CALLS)
 

@@ -99,7 +99,10 @@ class Finalizer:
         self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
         """Build the full result. If that fails, build it without turns. If that also fails, build a minimal result."""
-        for shown, missing in ((view, "the turns could not be read"), (None, "the files could not be read")):
+        for shown, missing in (
+            (view, "the result was built without the turns"),
+            (None, "the result was built without the files"),
+        ):
             build = asyncio.to_thread(self._report, active, state, outcome, shown)
             result = await _attempt(active, missing, build, None)
             if result is not None:

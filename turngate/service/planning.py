@@ -94,7 +94,7 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
             target.write_text(request.test_script, encoding="utf-8")
             target.chmod(0o755)
     except OSError as error:
-        raise StoreError(f"the uploaded files and the test script cannot be written: {error.strerror}") from None
+        raise StoreError(f"the uploaded files or the test script cannot be written: {error.strerror}") from None
 
 
 def initial_files(request: AnyRequest, inputs: Path) -> Path | None:

@@ -275,9 +275,7 @@ def _normalize_path(name: str, where: str) -> str:
             f"{where} has a path component longer than 255 bytes, which file systems reject", param="upload_files"
         )
     if path.parts[0] == ".turngate":
-        raise BadRequest(
-            f"{where} is inside .turngate, which is reserved; choose a different path", param="upload_files"
-        )
+        raise BadRequest(f"{where} uses the reserved name .turngate; choose a different path", param="upload_files")
     return str(path)
 
 

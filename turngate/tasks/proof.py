@@ -139,7 +139,7 @@ async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: floa
     """Apply a solution in a sandbox. If the solution has files, first copy them to the folder `where` in the sandbox."""
     if solution.files is None:
         done = await sandbox.exec(["sh", "-c", APPLY_PATCH], stdin=solution.patch.encode(), timeout_s=limit_s)
-        _check_success(done, "the reference patch does not apply", limit_s)
+        _check_success(done, "the reference patch could not be applied", limit_s)
         return
     await sandbox.upload(solution.files, where)
     env = {**SOLVE_ENV, **solution.env, "TURNGATE_SOLUTION": where}

@@ -15,7 +15,11 @@ def build_sandbox_spec(
     """Build the spec of the sandbox that a task needs. `image` and `resources` take precedence over the task's own settings."""
     if task.files is None and not image:  # the agent's files are in the image
         if task.dockerfile is not None and backend.name != "docker":
-            built = "" if backend.name in IMAGELESS else ", or specify a built image"
+            built = (
+                ""
+                if backend.name in IMAGELESS
+                else ", or replace the Dockerfile with a built image ('docker_image' in task.toml)"
+            )
             raise TaskError(
                 f"task: {task.id} needs its own image (environment/Dockerfile); use the docker sandbox{built}",
                 param="sandbox",

@@ -156,8 +156,8 @@ def _pack_side(trees: Sequence[PrefixTree], device: str) -> dict[str, PackedSide
         kinds = {(column.values.dtype, column.values.shape[1:]) for _, column in found}
         if len(kinds) > 1:
             raise ConfigError(
-                f"trees: {name} must have the same type and shape in all trees of a batch; pack trees with different types or shapes "
-                "separately",
+                f"trees: the side data {name!r} must have the same type and shape in all trees of a batch; pack trees with different "
+                "types or shapes separately",
                 param="trees",
             )
         tokens = [offset + np.arange(*span) for offset, column in found for span in column.spans]

@@ -184,7 +184,7 @@ def _parse_row(cells: dict[str, Any]) -> tuple[NodeRow, str]:
 
 
 def _describe_type(value: object) -> str:
-    names = {str: "text", bytes: "bytes", int: "a number", float: "a number with a fraction", NoneType: "nothing"}
+    names = {str: "text", bytes: "bytes", int: "an integer", float: "a floating-point number", NoneType: "NULL"}
     return names[type(value)]
 
 

@@ -413,7 +413,7 @@ class RemoteSuite:
 
     async def test_unreachable_service_is_unavailable(self, remote: Remote) -> None:
         remote.standin.fail(Fault("", times=1000, status=503))
-        with pytest.raises(SandboxUnavailable, match=r"is not available .*network connection, or try again later"):
+        with pytest.raises(SandboxUnavailable, match=r"could not .*network connection, or try again later"):
             await remote.make().check()
 
     async def test_error_for_unusable_home_names_it(self, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:

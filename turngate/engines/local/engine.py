@@ -271,7 +271,7 @@ class LocalEngine:
             return "its last weight update failed, so it may have the wrong weights; load weights again or restart the engine"
         if self._state == "started":
             return ""
-        return "the local engine was closed" if self._state == "closed" else "the local engine was not started"
+        return "it was closed" if self._state == "closed" else "it was not started"
 
     def build_order(self, request: Generate) -> SamplingOrder:
         """Build the worker's order for a request. Reject a request that the engine cannot serve."""

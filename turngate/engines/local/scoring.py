@@ -50,7 +50,8 @@ class LocalScoring:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocabulary:
             wrong = int(ids[(ids < 0) | (ids >= shape.vocabulary)][0])
             raise EngineRejected(
-                f"{self.name}: id {wrong} is outside the model's vocabulary of {shape.vocabulary} tokens; use the model's own tokenizer"
+                f"{self.name}: id {wrong} is outside the model's vocabulary of {shape.vocabulary} tokens; use a model with the "
+                "tokenizer that produced the ids"
             )
         if any(start < 1 for start, _ in spans):
             raise EngineRejected(f"{self.name}: the first token of a row has no context, so it cannot be scored")

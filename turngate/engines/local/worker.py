@@ -367,7 +367,7 @@ class Worker:
         log.error("the local engine failed: %s", error, exc_info=error)
         self._pending.clear()
         message = _explain(error)
-        self._fail_all(EngineError(message), waiting=False)
+        self._fail_all(EngineError(f"the local engine failed: {message}"), waiting=False)
         try:
             self._decoder.reset()
             self._slots.forget()
@@ -395,10 +395,7 @@ def _build_adjustment(row: int, order: SamplingOrder, ids: Ids) -> Adjustment:
 
 def _explain(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "the local engine is out of GPU memory; use fewer slots or a shorter context (engine_slots, max_context), or free memory on "
-            "the device"
-        )
+        return "out of GPU memory; use fewer slots or a shorter context (engine_slots, max_context), or free memory on the device"
     if isinstance(error, MemoryError):
-        return "the local engine is out of memory; use fewer slots or a shorter context (engine_slots, max_context)"
-    return f"the local engine failed: {type(error).__name__}: {error}"
+        return "out of memory; use fewer slots or a shorter context (engine_slots, max_context)"
+    return f"{type(error).__name__}: {error}"

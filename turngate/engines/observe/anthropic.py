@@ -303,7 +303,8 @@ def _choice(constraint: Constraint | None, tools: Sequence[Tool], *, parallel: b
     elif constraint is not None and constraint.kind == "tools":
         if list_allowed_tools(constraint, tools):
             raise BadRequest(
-                "tool choice: this endpoint cannot restrict the choice to some of the tools; allow all tools, or require a specific one"
+                "tool choice: the observed endpoint cannot restrict the choice to some of the tools; "
+                "allow all tools, or require a specific one"
             )
         choice = {"type": "any"}
     if not parallel:
@@ -321,7 +322,7 @@ def _thinking(
     if constraint is not None and constraint.kind == "json_schema":
         config["format"] = {"type": "json_schema", "schema": constraint.schema}
     elif constraint is not None and constraint.kind == "json_object":
-        raise BadRequest("output format: this endpoint supports JSON output only with a schema; set one")
+        raise BadRequest("output format: the observed endpoint supports JSON output only with a schema; set one")
     thinks, effort = wants_thinking(request.call), reasoning_effort(request.call)
     if thinks is not None:
         optional["thinking"] = ("thinking", "adaptive")

@@ -235,7 +235,7 @@ def _restore_item(raw: msgspec.Raw) -> Json:
 def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
     call = request.call
     if call.stop:
-        raise BadRequest("stop: this endpoint does not support stop strings; remove them", param="stop")
+        raise BadRequest("stop: the observed endpoint does not support stop strings; remove them", param="stop")
     system, rest = split_system_prompt(read_messages(request))
     tools = list_tools(call)
     lost: list[str] = []

@@ -30,7 +30,8 @@ class CellKeyRing(KeyRing):
     def find_prefix(self, prefix: str) -> ApiKey | None:
         if not self._permit.is_held:
             raise LeaseLapsed(
-                "this cell does not currently hold a lease from the shared store, so it cannot check keys; retry in a moment"
+                "this cell cannot check keys, because it holds no lease from the shared store or is still switching to a new one; "
+                "retry in a moment"
             )
         return super().find_prefix(prefix)
 

@@ -62,7 +62,8 @@ class ServingPermit:
         """Raise `LeaseLapsed` unless the lease is held."""
         if not self.is_held:
             raise LeaseLapsed(
-                "this cell does not currently hold a lease from the shared store, so it cannot accept this request; retry in a moment"
+                "this cell cannot accept this request, because it holds no lease from the shared store or is still switching to a new one; "
+                "retry in a moment"
             )
 
     async def wait(self) -> None:

@@ -146,7 +146,8 @@ class Shipper:
             self.outbox.mark_announced(opened, superseded)
             for session in sorted(superseded):
                 log.warning(
-                    "session %s does not count: its attempt is superseded or replaced in the shared store", session
+                    "the outcome of session %s will not count: its attempt is superseded or replaced in the shared store",
+                    session,
                 )
 
     def _back_off(self, message: str) -> float:

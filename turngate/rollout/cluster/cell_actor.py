@@ -158,5 +158,5 @@ class CellActor:
             self._ready.set_result(failed)
         for waiting in self._results.values():
             if not waiting.done():
-                waiting.set_exception(CellUnusable(f"the cell on {self._settings.name} has ended: {failed.message}"))
+                waiting.set_exception(CellUnusable(f"the cell on {self._settings.name} has failed: {failed.message}"))
                 waiting.exception()  # mark the exception as retrieved, since perhaps no call is waiting for it

@@ -262,7 +262,7 @@ def _encode_entries(view: SessionView) -> bytes:
         why = (
             "is for evaluation"
             if kind["capture_level"] == "tokens"
-            else "was recorded in observe mode with incomplete token ids"
+            else "was recorded in observe mode without complete token ids"
         )
         raise Conflict(f"this session {why}, so it has no entries to train on; use /rollout to read it")
     entries = []

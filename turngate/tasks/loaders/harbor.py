@@ -209,8 +209,8 @@ def _check_supported(folder: Path, settings: _TaskFile) -> None:
         ),
         "verifier.environment": (
             settings.verifier.environment is not None,
-            "is not supported, because the grader uses the task's image; remove it, and add what the grader needs to "
-            "environment/Dockerfile",
+            "is not supported, because the grader uses the task's image; remove it, and install what the grader needs "
+            "in environment/Dockerfile",
         ),
     }
     for field, (is_set, problem) in unsupported.items():

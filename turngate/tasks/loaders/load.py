@@ -203,7 +203,7 @@ def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
     if isinstance(row, RecursionError):
         raise TaskError(f"task: {where} is nested too deeply", param="row")
     if not isinstance(row, Mapping):
-        raise TaskError(f"task: {where}: a row must be a JSON object", param="row")
+        raise TaskError(f"task: {where}: a row must be a JSON object or, in Python, a dict", param="row")
     return swe.build_task(row, where) if swe.is_swe_row(row) else rows.build_task(row, where, beside)
 
 
@@ -278,8 +278,8 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
         folder = Path(snapshot_download(match["repo"], repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # the library's HTTP client, cache and name checks raise many types of errors
         raise TaskError(
-            f"task: {where} cannot be downloaded ({type(error).__name__}: {error}); check its name, the network connection and, if it "
-            "is private, HF_TOKEN",
+            f"task: {where} cannot be downloaded ({type(error).__name__}: {error}); check the name, the network connection and, for a "
+            "private data set, HF_TOKEN",
             param="tasks",
         ) from None
     for file in _select_split(folder, where, match["split"] or ""):

@@ -204,8 +204,8 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
             )
         if run.hidden:
             raise TaskError(
-                f"repairs: {package.name}: pytest itself imports another module with the name of {', '.join(run.hidden[:3])}, so the tests "
-                "would not find bugs in this package; choose a package that pytest does not need",
+                f"repairs: {package.name}: the tests cannot import {', '.join(run.hidden[:3])}, because pytest itself imports other "
+                "modules of the same names; choose a package that pytest does not need",
                 param="sources",
             )
         if not run.passed or run.exit_code >= _COLLECTION_FAILED:

@@ -127,7 +127,7 @@ def _decode_column(name: str, column: ExportedColumn) -> SideColumn:
         values = None
     if values is None or len(values) != sum(end - start for start, end in column.spans):
         raise ConfigError(
-            f"side data {name}: data has {len(column.data)} bytes, which does not match its dtype, shape and spans",
+            f"side data {name}: the decoded 'data' has {len(column.data)} bytes, which does not match 'dtype', 'shape' and 'spans'",
             param="side",
         )
     return SideColumn(column.spans, values)

@@ -148,7 +148,7 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
             )
         except unreachable as error:
             why = str(error) or type(error).__name__
-            raise vf.InterceptionError(f"cannot reach the gateway: {method} {url} failed: {why}") from error
+            raise vf.InterceptionError(f"the gateway is not available: {method} {url} failed: {why}") from error
 
     async def _send(self, method: str, url: str, body: Mapping[str, Json] | None, gone: bool) -> bytes:
         assert self._http is not None, "use it as a context manager"
@@ -326,7 +326,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
                 await self._call_after_rollout(trace, runtime, fetch_error)
                 raise
             trace.info["turngate_lost"] = str(fetch_error)
-            log.warning("rollout %s: could not fetch its turns: %s", trace.id, fetch_error)
+            log.warning("rollout %s: its turns were not added to the trace: %s", trace.id, fetch_error)
         await self._call_after_rollout(trace, runtime, error)
         if error is not None and error is not failure:
             raise error
