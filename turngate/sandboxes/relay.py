@@ -579,11 +579,7 @@ async def report_reached(port: int, path: Optional[str]) -> None:
         writer.write(b"HEAD / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         first, headers = parse_head(await reader.readuntil(b"\r\n\r\n"))
         writer.close()
-        result = (
-            REACHED
-            if GATEWAY_HEADER in dict(headers)
-            else f"the reply to a test request is not from the gateway: {first}"
-        )
+        result = REACHED if GATEWAY_HEADER in dict(headers) else f"the reply is not from the gateway: {first}"
     except (OSError, RequestRefused, asyncio.IncompleteReadError) as error:
         result = f"the relay does not answer: {error}"
     write_atomically(path, result)
