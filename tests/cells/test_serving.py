@@ -224,7 +224,7 @@ def test_the_shipper_retries_and_sets_aside_what_cannot_be_shipped(tmp_path: Pat
         put_outcome(store, damaged, "s3", "g", task="new")  # a change lets it try again
         _wait(lambda: store.outbox.state().failed == 2)
         finish_rollout(store, "s5", "g")
-        _wait(lambda: target.sessions == ["s1", "s5"])
+        _wait(lambda: target.sessions == ["s1", "s5"] and store.outbox.state().unshipped == 2)
     finally:
         shipper.stop(0)
     store.outbox.start("a", ())  # as a restarted cell does

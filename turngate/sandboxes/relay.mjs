@@ -265,7 +265,7 @@ function writeAtomically(path, text) {
 function reportReached(port, path) {
   const request = http.request({ host: "127.0.0.1", port, method: "HEAD", path: "/", agent: false }, (reply) => {
     reply.resume();
-    writeAtomically(path, GATEWAY_HEADER in reply.headers ? REACHED : `the gateway does not answer: ${reply.statusCode}`);
+    writeAtomically(path, GATEWAY_HEADER in reply.headers ? REACHED : `the reply is not from the gateway: ${reply.statusCode}`);
   });
   request.on("error", (error) => writeAtomically(path, `the relay does not answer: ${error.message}`));
   request.end();
