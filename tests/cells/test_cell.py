@@ -280,6 +280,6 @@ def test_cell_follows_the_fence_of_the_shared_store(tmp_path: Path, postgres_url
         nodes = cell.ask("GET", f"/admin/sessions/{opened['id']}/trace")["nodes"]
         assert [node["version_start"] for node in nodes if node["kind"] == "sampled"] == [0, 4]
         refused = cell.request("POST", "/admin/fence/resume", json={"version": 5})
-        assert refused.status_code == 409 and "load weights at the gateway on the shared store" in refused.text
+        assert refused.status_code == 409 and "load weights, use the gateway on the shared store" in refused.text
     with open_shared_store(postgres_url) as shared:
         assert not shared.fence.list_followers()  # it stopped, so no update waits for it

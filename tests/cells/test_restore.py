@@ -124,7 +124,7 @@ async def check_feed(feeds: Feeds, old_reader: str, old_mark: str) -> None:
         await read(feeds, old_reader, 1)
     with pytest.raises(
         Conflict,
-        match=r"newest delivery is now 2, and the last committed one is 0.*'after' set to the number in your checkpoint",
+        match=r"newest delivery is now 2, and the last committed one is 0.*'after' set to the delivery number in your checkpoint",
     ):
         feeds.take_over("f")
     with pytest.raises(

@@ -91,7 +91,7 @@ def test_round_that_is_killed_has_left_its_figures(monkeypatch: pytest.MonkeyPat
 @pytest.mark.full
 @pytest.mark.process
 def test_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = str(scaled(5))
+    seconds = str(scaled(8))  # includes starting the processes
     options = ["--results", str(tmp_path), "--seconds", seconds, "--round", "5", "--only", "transcript"]
     monkeypatch.setattr(sys, "argv", ["fuzz", *options])
     with pytest.raises(SystemExit) as ended:
