@@ -70,7 +70,7 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
         return display.render_text(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Print the text for IPython in a terminal."""
+        """Show the result as plain text when IPython runs in a terminal."""
         printer.text(display.to_plain_text(self.__rich__()))
 
 
@@ -156,7 +156,7 @@ class Results(list[Result]):
         return display.render_text_table(self, repr(self))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Print the text for IPython in a terminal."""
+        """Show the table as plain text when IPython runs in a terminal."""
         printer.text(display.to_plain_text(self.__rich__()))
 
 

@@ -309,7 +309,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             yield connection.client
 
     def artifacts_folder(self, rollout: str) -> Path:
-        """Return the folder with the agent's files (stdout, stderr, home/, work/), for code on this machine."""
+        """Return the local folder with the agent's files (stdout, stderr, home/, work/). Only code on this machine can read it."""
         self.state(rollout)
         return self._parts.storage.artifacts_folder(rollout)
 

@@ -60,7 +60,10 @@ class Database(Protocol):
         """Provide a connection for reads. Outside a `snapshot`, each read sees the newest data."""
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """Make all reads inside the block see the same data. Use this only on a connection that nothing else uses (`Store.open_reader`)."""
+        """Make all reads inside the block see the same data.
+
+        Use this only on a store from `Store.open_reader`, because nothing else uses its connection.
+        """
 
     def newest_event(self) -> int:
         """Return the highest event number ever assigned, even if that event was removed."""

@@ -148,7 +148,10 @@ class SqliteDatabase:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Make all reads inside the block see the same data. Use this only on a connection that nothing else uses (`Store.open_reader`)."""
+        """Make all reads inside the block see the same data.
+
+        Use this only on a store from `Store.open_reader`, because nothing else uses its connection.
+        """
         with self.reading() as db:
             db.execute("BEGIN")
             try:

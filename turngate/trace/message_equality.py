@@ -1,6 +1,6 @@
 """Compare messages by meaning, not by bytes.
 
-Agents rewrite their history. They change the whitespace or the key order of arguments, replace "" with `null` or a standard text, trim
+Agents rewrite their history. They change the whitespace or the key order of arguments, replace "" with `null` or a placeholder, trim
 text, turn strings into parts, rename call ids and drop reasoning. None of that changes the meaning. `RequestMessages` decodes the messages
 of one request, and computes digests of their meaning, only when needed.
 """
