@@ -211,5 +211,4 @@ def _remove(path: Path, is_removed: Callable[[str], bool]) -> None:
         finally:
             cache.close()
     except (ConfigError, sqlite3.Error) as error:
-        reason = error.__context__ if isinstance(error, ConfigError) else error  # a ConfigError names the path again
-        log.warning("the scores of deleted sessions could not be removed from %s: %s", path, reason)
+        log.warning("the scores of deleted sessions could not be removed from %s: %s", path, error)

@@ -83,10 +83,7 @@ class ViewCache:
                 tokenizer = load_decoder(Path(folder)) if folder else None
                 why = "" if tokenizer is not None else "this store does not record where the session's tokenizer is"
             except ConfigError as error:
-                # Leave out the advice, which is for the user of a command line.
-                problem = error.message.partition("; ")[0].removeprefix("tokenizer: ")
-                why = f"the session's tokenizer cannot be used ({problem}); restore its files in {folder} to see the texts"
-                tokenizer = None
+                tokenizer, why = None, f"the session's tokenizer cannot be read: {error.message}"
             if tokenizer is not None and tokenizer.digest != vocabulary:
                 tokenizer = None
                 why = f"the tokenizer in {folder} has changed since the session was recorded; restore its files to see the texts"
