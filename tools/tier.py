@@ -412,7 +412,7 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
     )
     with start_run(tier.uses_docker) as run:
         check = run.start(["make", "--no-print-directory", "check"]) if tier.check and not NESTED else None
-        made = [run.call(command) == 0 for command in tier.parts] if make_parts else []
+        made = _install_parts(run, tier.parts) if make_parts else []
         if check is not None and run.wait(check) and not run.interrupted:
             return 1
         if not all(made) and os.environ.get("CI") == "true" and not run.interrupted:
@@ -436,6 +436,13 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
         left = [] if run.interrupted else run.leftovers()
         left += [f"{thing} (could not be removed)" for thing in run.clean()]
         return _summarize(name, results, left, run.interrupted, time.monotonic() - began)
+
+
+def _install_parts(run: Run, commands: list[list[str]]) -> list[bool]:
+    """Run the commands that install parts, and return whether each succeeded. The light parts are installed at the same time."""
+    light = [run.start(command) for command in commands if command in LIGHT_PARTS]
+    others = [command for command in commands if command not in LIGHT_PARTS]
+    return [run.wait(pid) == 0 for pid in light] + [run.call(command) == 0 for command in others]
 
 
 def _run_pytest(run: Run, tier: Tier, alone: bool, options: list[str]) -> tuple[Path, int]:
