@@ -527,8 +527,8 @@ def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
     """Return the error for a script that the scripted engine cannot read."""
     if path == REFERENCE_SCRIPT:
         return ConfigError(
-            f"script {path!r} works only with `turngate run` and, without --ray, with `turngate batch`; pass a JSON file with a list of "
-            "replies",
+            f"script {path!r} works only with `turngate run`, or with `turngate batch` if --ray is not used; pass a JSON file with a list "
+            "of replies instead",
             param="script",
         )
     return ConfigError(f"script {path} cannot be read: {error.strerror}", param="script")

@@ -47,7 +47,7 @@ class ClusterCommand(Command):
 
 
 class OptionCommand(Generic[O]):
-    """A command function that takes its options as one object. Its signature gives typer one parameter per option.
+    """Wraps a command function that takes its options as one object. The wrapper's signature has one parameter per option, for typer.
 
     The signature is computed when typer inspects it, so defining a command does not load `turngate.config`.
     """

@@ -64,9 +64,10 @@ _RESTART_S = 60.0  # how long to wait for a gateway to restart
 
 
 class TakenOver(TurngateError):
-    """Another trainer has taken over this feed, or the feed was deleted.
+    """This trainer no longer reads the feed: another one has taken it over, it was deleted, or its store was restored from a backup.
 
-    After a takeover, no delivery is lost: by default, the new reader continues after the last committed one.
+    After a takeover, no delivery is lost: by default, the new reader continues after the last committed one. After a restore, open the feed
+    again with the number in your checkpoint.
     """
 
     status = 409
@@ -315,7 +316,7 @@ async def _retry_as_reader(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def _as_reader(request: Coroutine[Any, Any, T]) -> T:
-    """Await a request. Raise `TakenOver` if it is rejected because the feed was deleted or has another reader."""
+    """Await a request. Raise `TakenOver` if it is rejected because this trainer no longer reads the feed."""
     try:
         return await request
     except RequestRejected as error:

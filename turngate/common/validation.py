@@ -68,7 +68,7 @@ def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[st
 
 
 def _describe_expected(reason: str) -> str:
-    """Translate msgspec's reason into plain English, such as "must be a number, not a string". Return "" for an unknown reason."""
+    """Translate msgspec's reason into plain English, such as "must be a number, not a string". Return "" if it is not recognized."""
     if found := _WRONG_TYPE.fullmatch(reason):
         names = [name for name in found["expected"].split(" | ") if name != "null"]
         if "float" in names:

@@ -45,7 +45,7 @@ async def wait_for_followers(table: FenceTable, epoch: int, *, drains: bool = Fa
     late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
     if late:
         log.warning(
-            "some cells have not confirmed a change to the fence or the engines; they start no new calls until they have applied it: %s",
+            "these cells have not confirmed a change to the fence or the engines: %s; they start no new calls until they have applied it",
             ", ".join(late),
         )
     await asyncio.to_thread(table.prune, _PRUNE_S)

@@ -350,7 +350,10 @@ class RolloutView:
     def training_rows(
         self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """Yield the exported rows, with the fields that `turngate export rows` writes. `about` contains the fields to add to every row."""
+        """Yield the exported rows, with the fields that `turngate export rows` writes.
+
+        `about` contains those of the rollout, such as `session`, `task` and `reward`.
+        """
         session = self._session_view.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
         for row in self.exported_rows:

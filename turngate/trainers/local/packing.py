@@ -12,7 +12,10 @@ from turngate.trace.prefix_tree import PrefixLayout, find_shared_prefixes, lay_o
 
 
 class PackedRows(msgspec.Struct, frozen=True):
-    """Rows packed into one sequence, in which a prefix that all rows share occurs once. Rollouts of the same task share a prefix."""
+    """Rows packed into one sequence, in which shared prefixes occur once.
+
+    `pack_rows` shares only the prefix that all rows have in common, and `pack_tree` each prefix that at least two rows have in common.
+    """
 
     ids: np.ndarray
     positions: np.ndarray
