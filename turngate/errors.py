@@ -40,7 +40,7 @@ class DataFolderInUse(ConfigError):
 
 
 class NoRecordings(ConfigError):
-    """The store does not exist yet."""
+    """The data folder or database contains no store."""
 
     @classmethod
     def in_folder(cls, folder: Path) -> NoRecordings:
@@ -58,7 +58,7 @@ class BadRequest(TurngateError):
 
 
 class ContextOverflow(BadRequest):
-    """The prompt does not fit into the context.
+    """The prompt does not fit into the context, alone or together with the requested reply.
 
     Every dialect must phrase this error as its provider does, so that agents recognize it and compact their history.
     """
@@ -69,8 +69,8 @@ class ContextOverflow(BadRequest):
         self, message: str, *, param: str | None = None, limit: int | None = None, size: int | None = None
     ) -> None:
         super().__init__(message, param=param)
-        self.limit = limit  # tokens that fit; None if known only to the engine
-        self.size = size  # tokens in the prompt; None if known only to the engine
+        self.limit = limit  # tokens that fit; None if unknown
+        self.size = size  # tokens in the prompt, or in the prompt and the requested reply; None if unknown
 
 
 class Unauthorized(TurngateError):
@@ -88,7 +88,7 @@ class Forbidden(TurngateError):
 
 
 class TooManyRequests(TurngateError):
-    """The caller has made too many requests, or has too many streams open. The next request may succeed after `wait_s` seconds."""
+    """The caller has made too many requests, or too many streams are open. The next request may succeed after `wait_s` seconds."""
 
     boundary = "client"
     status = 429
@@ -101,7 +101,7 @@ class TooManyRequests(TurngateError):
 
 
 class QuotaExceeded(TurngateError):
-    """The project has used up a quota. The agent is not at fault."""
+    """The project has used up a quota, or the gateway has used up its share of one and cannot get more. The agent is not at fault."""
 
     status = 429
     kind = "insufficient_quota"
@@ -152,7 +152,7 @@ class Unprocessable(TurngateError):
 
 
 class Busy(TurngateError):
-    """The gateway cannot accept more work at the moment. The same call may succeed later."""
+    """The gateway or the rollout service cannot accept more work at the moment. The same call may succeed later."""
 
     boundary = "client"
     status = 429
@@ -161,7 +161,7 @@ class Busy(TurngateError):
 
 
 class Stopping(TurngateError):
-    """The gateway is stopping, or a part of it is temporarily unavailable. The same call can succeed later."""
+    """The gateway or the rollout service is stopping, or a part of it is temporarily unavailable. The same call can succeed later."""
 
     status = 503
     kind = "gateway_stopping"
@@ -175,7 +175,7 @@ class LeaseLapsed(Stopping):
 
 
 class EngineError(TurngateError):
-    """The engine failed or sent an invalid reply."""
+    """The engine failed, denied access or sent an invalid reply."""
 
     boundary = "engine"
     status = 502
@@ -230,7 +230,7 @@ class SandboxError(TurngateError):
 
 
 class SandboxUnavailable(SandboxError):
-    """This kind of sandbox cannot be created here. The message says why and, where possible, what to do."""
+    """A sandbox cannot be created on this machine or with these settings. The message says why and, where possible, what to do."""
 
     retry_safe = False
 

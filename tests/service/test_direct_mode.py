@@ -138,6 +138,21 @@ async def test_agent_disconnect_is_not_an_endpoint_error() -> None:
     assert (shown.turns, shown.last_error) == (0, None) and shown.unheard_s > 0
 
 
+@pytest.mark.parametrize(
+    ("base", "path", "target"),
+    [
+        ("", "/v1/messages", "/v1/messages"),
+        ("/v1", "/v1/messages", "/v1/messages"),
+        ("/api", "/v1/messages", "/api/messages"),
+        ("", "/v1beta/models/m:generateContent", "/v1beta/models/m:generateContent"),
+        ("/v1beta", "/v1beta/models/m:generateContent", "/v1beta/models/m:generateContent"),
+        ("/api", "/v1beta/models/m:generateContent", "/api/v1beta/models/m:generateContent"),
+    ],
+)
+def test_path_of_the_endpoint_replaces_the_version(base: str, path: str, target: str) -> None:
+    assert Forwarder(f"https://host{base}").target_url(path) == f"https://host{target}"
+
+
 async def test_path_and_query_are_forwarded_verbatim() -> None:
     seen: list[str] = []
 

@@ -1,9 +1,9 @@
 """Cache the code that Node compiles for an agent, so that starting the agent takes 20 to 50 percent less CPU time.
 
-The cache is built when the agent is installed. The agent runs twice against an endpoint that rejects every request, so each run ends
-after its first model call. The first run stores the compiled ES modules with all functions that were executed. Node's own compile
-cache would store these modules before they run, when few of their functions have been compiled. The second run adds the CommonJS modules,
-for which Node's own cache is enough.
+The cache is built after the agent is installed, and again for each new Node binary. The agent runs twice against an endpoint that rejects
+every request, so each run ends after its first model call. The first run stores the compiled ES modules with all functions that were
+executed. Node's own compile cache would store these modules before they run, when few of their functions have been compiled. The second
+run adds the CommonJS modules, for which Node's own cache is enough.
 
 Runs read the cache from the installation, which isolating sandboxes mount read-only. V8 rejects code that was compiled by a different
 version, with different flags or for a different CPU, and compiles the module as usual.
@@ -67,7 +67,7 @@ process.on('exit', () => {
 
 
 class RejectRequest(http.server.BaseHTTPRequestHandler):
-    """Rejects every request with status 400, in a form that the clients of all dialects understand."""
+    """Rejects every GET, POST and PUT request with status 400, in a form that the clients of all dialects understand."""
 
     protocol_version = "HTTP/1.1"
 

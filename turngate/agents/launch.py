@@ -71,7 +71,7 @@ def plan_launch(
     limits: ModelLimits = ModelLimits(),
     options: Mapping[str, str] | None = None,
 ) -> Launch:
-    """Plan one run of the agent. Raise `AgentError` if an option is invalid or the prompt cannot be passed to the agent."""
+    """Plan one run of the agent. Raise `AgentError` if an option is unknown or missing, or if a value cannot be passed to the agent."""
     own = f"{home}/{OWN_FOLDER}"
     values: dict[str, placeholders.Value] = {
         "base_url": base_url.rstrip("/"),

@@ -57,7 +57,10 @@ def choose_gateway(options: RolloutOptions) -> GatewayChoice:
 
 
 def load_gateway_config(options: RolloutOptions) -> ServeConfig:
-    """Load the settings for a new gateway. Raise ConfigError if a flag cannot be combined with --gateway."""
+    """Load the settings for a new gateway.
+
+    Raise ConfigError if a setting or the URL in --gateway is invalid, or if a flag cannot be combined with --gateway.
+    """
     if options.gateway:
         _reject_own_flags(choose_gateway(options).own_flags, options.gateway)
         GatewayClient(options.gateway, read_admin_key())  # raises an error now if the URL is malformed

@@ -301,7 +301,7 @@ def prune(
 ) -> None:
     """Remove old sessions that are no longer needed. A shared store can be pruned while gateways and cells are using it.
 
-    A session is kept if it is open or unshipped, if a feed's trainer has not committed it, or if another rollout of its group is kept.
+    A session is kept if it is open, unshipped or needed by a feed, if --archive cannot save it, or if another rollout of its group is kept.
     """
     from turngate.cli.prune import prune_stores
 
@@ -339,7 +339,8 @@ def export(options: flags.ExportOptions) -> None:
 def mcp(options: flags.McpOptions) -> None:
     """Serve rollouts as MCP tools (needs the `mcp` extra), over stdin and stdout or over HTTP.
 
-    HTTP clients need a key: the value of TURNGATE_MCP_KEY, or else the key written to DATA/mcp-key on first start.
+    HTTP clients need the key that TURNGATE_MCP_KEY or TURNGATE_MCP_KEY_FILE sets or, if neither is set, the key that is written to
+    DATA/mcp-key on first start.
     """
 
     def action() -> None:

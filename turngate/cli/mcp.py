@@ -1,4 +1,4 @@
-"""`turngate mcp`: load the settings (by default, a scripted endpoint) and the key, run the server, and stop it cleanly."""
+"""`turngate mcp`: load the settings (by default, a scripted endpoint), run the server, and stop it cleanly."""
 
 from __future__ import annotations
 

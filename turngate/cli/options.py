@@ -1,4 +1,4 @@
-"""Command-line options: one class per command, from which `option_command.py` creates the flags."""
+"""Command-line options: classes from which `option_command.py` creates the flags of many commands, and flags that other commands share."""
 
 from __future__ import annotations
 

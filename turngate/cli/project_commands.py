@@ -165,7 +165,7 @@ def audit(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Show who created, rotated or revoked keys, changed projects, deleted sessions, loaded weights, or exported data on the web page."""
+    """Show who made changes to projects or keys, deleted sessions, loaded weights, or exported data on the web page."""
     from turngate.cli.projects import ask, print_audit
 
     print_audit(or_exit(lambda: ask(gateway, lambda client: client.audit(project, after, limit))), as_json)

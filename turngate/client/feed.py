@@ -381,7 +381,10 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
                 yield delivery
 
     def next(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery, or None if none arrives within `timeout_s` seconds."""
+        """Return the next delivery, or None if none arrives within `timeout_s` seconds.
+
+        After an interrupted wait, the next call continues that wait, with the time limit of the interrupted call.
+        """
         if self._pending is None:
             self._pending = asyncio.run_coroutine_threadsafe(self._opened.next(timeout_s), self._loop)
         try:

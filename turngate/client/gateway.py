@@ -59,8 +59,8 @@ class GatewayClient(FeedClient):
     async def check(self) -> None:
         """Check that the gateway answers and accepts the key.
 
-        Raise `GatewayUnreachable` if it does not answer or a proxy cannot reach it, `Unauthorized` if it rejects the key, and `ConfigError`
-        if something else answers.
+        Raise `GatewayUnreachable` if it does not answer, returns status 503 or cannot be reached by a proxy, `Unauthorized` if it rejects
+        the key, and `ConfigError` if something else answers.
         """
         await self.fence()
 

@@ -57,7 +57,7 @@ def read_engine_key(variable: str) -> str:
 
 
 def read_admin_key() -> str:
-    """Read the admin key of a gateway from the environment. Raise `ConfigError` if it is not set or is not printable.
+    """Read the admin key of a gateway from the environment. Raise `ConfigError` if no usable key is set.
 
     The key cannot be a command-line argument, because other users of the machine can read the arguments of a process.
     """

@@ -1,7 +1,7 @@
 """The messages that a gateway and its clients exchange.
 
-Messages are JSON unless they are described as msgpack. Clients ignore unknown fields, except in the settings of a feed and the quotas of a
-project, so they can usually talk to a newer gateway.
+Messages are JSON unless they are described as msgpack. Clients ignore unknown fields, except in the settings of a feed, the quotas of a
+project and the turn rewards of an outcome, so they can usually talk to a newer gateway.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class SessionOutcome(RecordedOutcome, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The outcome of a session as clients decode it. Unknown fields are ignored."""
+    """The outcome of a session as clients decode it. Unknown fields are ignored, except in its turn rewards."""
 
 
 class Fork(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ _MAX_DEPTH = 64  # the deepest nesting of arguments that every client can read
 
 
 class GeminiReplyOptions(msgspec.Struct, frozen=True):
-    """The fields of a request that affect how its reply is encoded."""
+    """The options of a request that affect how its reply is encoded."""
 
     thoughts: bool = False  # include the model's reasoning in the reply
     sse: bool = True  # stream server-sent events; otherwise stream a JSON list

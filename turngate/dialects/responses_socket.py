@@ -63,7 +63,7 @@ def split_frames(data: bytes, lane: str) -> list[str]:
 
 
 def encode_error_frame(error: TurngateError, status: int, lane: str = "") -> str:
-    """Encode the error frame for a request that failed before its reply started."""
+    """Encode the error frame for a request that failed or was aborted."""
     body = error_body(error, message=error_message(error))["error"]
     frame = {
         "type": "error",

@@ -38,7 +38,10 @@ class Base64Field:
         return b"".join(parts)
 
     def feed(self, read: bytes) -> bytes:
-        """Return `read`, the next part of the reply, without the field's content. In the result, the field is an empty string."""
+        """Return `read`, the next part of the reply, without the field's content. In the result, the field is an empty string.
+
+        If the end of `read` may be the beginning of the field, the next call returns it.
+        """
         data = self._held + read if self._held else read
         self._held = b""
         kept, at = [], 0

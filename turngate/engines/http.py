@@ -199,7 +199,7 @@ def _reason(error: Exception) -> str:
 
 
 def extract_message(body: bytes) -> str:
-    """Extract the readable part of an error body: OpenAI's `error.message`, FastAPI's `detail`, or the plain text."""
+    """Extract the readable part of an error body, such as OpenAI's `error.message`, FastAPI's `detail`, or plain text."""
     try:
         return _readable(msgspec.json.decode(body))
     except DECODE_ERRORS:

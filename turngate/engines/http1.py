@@ -21,7 +21,7 @@ _MAX_HEAD = 2**16  # bytes
 
 
 class ConnectFailed(OSError):
-    """The connection failed before anything was sent."""
+    """The connection failed before any part of the request was sent."""
 
 
 class ConnectionCut(OSError):
@@ -29,7 +29,7 @@ class ConnectionCut(OSError):
 
 
 class MalformedReply(Exception):
-    """The reply is not valid HTTP, or its headers are too long."""
+    """The reply cannot be parsed as one HTTP response, or its headers are too long."""
 
 
 class ConnectionPool:

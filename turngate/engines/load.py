@@ -45,7 +45,7 @@ _KV_GAUGES = (b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
 def parse_vllm_metrics(text: bytes) -> list[EngineLoad]:
     """Read the load of each data-parallel rank from vLLM's `/metrics`.
 
-    Return an empty list if a rank's number of running or waiting requests is missing or not finite.
+    Return an empty list if a rank's number of running or waiting requests is missing or not a finite number.
     """
     by_rank: defaultdict[int, dict[bytes, float]] = defaultdict(dict)
     for name, labels, value in _VLLM_GAUGE.findall(text):

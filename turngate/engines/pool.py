@@ -86,7 +86,7 @@ class Pool:
         await asyncio.gather(*(replica.check() for replica in self._replicas))
 
     async def health(self) -> list[Health]:
-        """Return the health of all replicas as of the last check."""
+        """Return the health of all replicas, without checking them now."""
         return [health for replica in self._replicas for health in replica.snapshot()]
 
     @property
@@ -191,7 +191,7 @@ class Pool:
         return next(replica.explain_down() for replica in replicas if not replica.is_wrong)
 
     def place_retry(self, session: str, tried: Sequence[Lane]) -> Lane | None:
-        """Choose a different lane after a failure, or return None if no lane is left to try."""
+        """Choose a different lane after a failure. Return None if no lane is left, or if the call has used all its attempts."""
         lane = self._least_loaded(tried) if len(tried) < self._attempts else None
         return None if lane is None else self._settle(session, lane)
 

@@ -125,7 +125,7 @@ class Replica:
     # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def snapshot(self) -> list[Health]:
-        """Return the replica's health as of the last check."""
+        """Return the results of the last health check, with the current `in_flight`. `ok` is false while the replica is down."""
         return [
             msgspec.structs.replace(health, ok=health.ok and self.up, in_flight=self.in_flight)
             for health in self._last_health

@@ -34,7 +34,10 @@ class TokenScores(msgspec.Struct, frozen=True, eq=False):
 
 
 class InvalidScores(EngineError):
-    """An engine returned unusable scores: for example, some are missing or not finite, or belong to tokens that were not sent."""
+    """An engine returned unusable scores or a reply that cannot be decoded.
+
+    For example, scores are missing or not finite, or belong to tokens that were not sent.
+    """
 
     kind = "invalid_scores"
 

@@ -1,6 +1,6 @@
 """Build deliveries: the rows and advantages of complete groups.
 
-A rollout that is too old, has no trainable turns, or is excluded by the feed's policy is delivered without rows, but with the reason.
+A rollout that is not trained on, for example because it is too old, is delivered without rows, but with the reason.
 
 A delivery is built each time it is read. Its number always refers to the same group, but a rollout that is trainable at one read may be too
 old or deleted at a later one.

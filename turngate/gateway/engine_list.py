@@ -37,7 +37,7 @@ class ListedEngines(Protocol):
 
 
 def merge_engines(configured: Sequence[str], stored: Mapping[str, StoredState]) -> dict[str, EngineState]:
-    """Return the engines to use and their states: the configured ones first, then those added later."""
+    """Return the engines to use and their states: the configured ones first, then the other stored ones."""
     states: dict[str, StoredState] = {**dict.fromkeys(configured, _ACTIVE), **stored}
     return {url: state for url, state in states.items() if state is not None}
 

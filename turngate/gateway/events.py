@@ -27,7 +27,7 @@ T = TypeVar("T")
 PAGE = 64  # events that a follower reads at a time
 ALIVE_S = 15.0  # time without an event after which a follower receives a keep-alive
 LARGEST = 16 * 1024  # size limit of an announced event, in bytes
-POLL_S = 0.05  # interval at which a follower of all sessions checks for events from other workers
+POLL_S = 0.05  # interval at which a waiting follower checks for events from other processes, if it polls
 
 
 class Events:

@@ -30,9 +30,9 @@ _EXCESS_SHARE = 1 / 16  # part of `max_loaded_mb` that may be loaded before the 
 
 
 class Evictor:
-    """Evicts sessions that have had no call for `rest_s` seconds, and the least recently used ones if more than `max_loaded_mb` is loaded.
+    """Evicts ended sessions, and open ones that have had no call for `rest_s` seconds.
 
-    A value of 0 sets no limit.
+    If more than `max_loaded_mb` is loaded, it also evicts the least recently used sessions. A value of 0 sets no limit.
     """
 
     def __init__(self, store: Store, sessions: Sessions, rest_s: float, max_loaded_mb: float = 0) -> None:

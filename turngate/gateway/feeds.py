@@ -134,8 +134,8 @@ class Feeds:
     def take_over(self, name: str, after: int | None = None, mark: str = "") -> tuple[FeedView, str]:
         """Make the caller the reader of a feed. Return the feed, and the token with which the caller reads and commits.
 
-        The previous reader's next call fails. `after` and `mark` come from the trainer's checkpoint, if it has one. They are checked if the
-        store was restored from a backup.
+        The previous reader's next call fails. `after` and `mark` come from the trainer's checkpoint, if it has one. After a restore of
+        the store from a backup, they are checked.
         """
         history = self._restores.history()
         self._check_position(self._find(name), history, after, mark)

@@ -22,7 +22,7 @@ class FenceState:
         self._store = store
 
     def read_policy(self) -> tuple[int, str]:
-        """Return the current policy version and the model name under which the engine serves it."""
+        """Return the current policy version and the model name under which the engine serves it, or "" if no name was recorded."""
         version = int(self._store.setting(_VERSION) or 0)
         load = self.read_weights(version)
         return version, "" if load is None else load.name

@@ -25,7 +25,8 @@ _LOST_S = 30.0  # least interval between checks for lost runners
 class Housekeeper:
     """Performs the periodic maintenance until `run` is cancelled.
 
-    Sessions are sealed after `idle_s` seconds without a call. Events older than `event_s` seconds are removed; 0 keeps all events.
+    Sessions are sealed after `idle_s` seconds without a call. Events older than `event_s` seconds are removed, except those of sessions
+    in a cell's outbox; 0 keeps all events.
     """
 
     def __init__(

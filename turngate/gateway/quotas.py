@@ -2,6 +2,8 @@
 
 A model call only compares the number of tokens sampled so far with this process's part, in memory. The call waits only if the part is used
 up before the thread has taken more. Calls in flight always finish, so a project can exceed its quota by the tokens of these calls.
+
+The quota of stored bytes is not divided into parts. The thread measures how much the project stores.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class ProjectQuota:
             )
 
     async def require_session(self) -> None:
-        """Raise `QuotaExceeded` if the project's quotas do not allow another session.
+        """Raise `QuotaExceeded` if this process may not open another session of the project.
 
         Wait briefly first, because this process may get a larger part of the quota.
         """

@@ -225,14 +225,18 @@ class Sessions:
         return self._secret_of.get(session_id) == digest
 
     def find_idle(self, now: float, idle_s: float) -> list[str]:
-        """Return the ids of the open sessions that have had no call for `idle_s` seconds.
+        """Return the ids of the open sessions that have been idle for more than `idle_s` seconds.
 
-        For a session that has not been loaded since this worker started, the time counts from the worker's start.
+        The time counts from the last call, or from when this worker opened or loaded the session, if that was later. For a session that
+        has not been loaded since this worker started, it counts from the worker's start.
         """
         return [session_id for session_id in self._secret_of if self.is_idle(session_id, now, idle_s)]
 
     def is_idle(self, session_id: str, now: float, idle_s: float) -> bool:
-        """Return whether an open session has had no call for `idle_s` seconds. A session that is busy or is being loaded is not idle."""
+        """Return whether a session is open and has been idle for more than `idle_s` seconds (see `find_idle`).
+
+        A session that is busy or is being loaded is not idle.
+        """
         live = self._live.get(session_id)
         if live is not None:
             return not live.busy and now - live.last_used > idle_s
@@ -306,7 +310,7 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight, because the cell must stop serving for now.
+        """Abort all model calls in flight, because the cell must stop serving for now.
 
         Agents retry these calls, which then wait until the cell serves again.
         """
@@ -322,7 +326,7 @@ def _digest(secret: str) -> bytes:
 
 
 def _load_closed_session(row: SessionRow) -> Session:
-    """Build a session without its trace, so that callers get an error about the ended session rather than about a wrong key."""
+    """Build a session without its trace. That suffices to refuse calls to an ended session, or to delete a session with a damaged trace."""
     session = Session(row.id, row.key, row.config, row.opened)
     session.status, session.stop, session.vocabulary = row.status, row.stop, row.vocabulary
     return session

@@ -1,4 +1,4 @@
-"""Cancel sessions with tokens from policy versions that are too old for every feed.
+"""Cancel sessions with tokens from policy versions that are too old for every feed that accepts their groups.
 
 The runner of a cancelled rollout is notified by an event, and can start a new attempt immediately.
 """

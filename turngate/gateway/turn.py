@@ -112,8 +112,9 @@ class TurnPipeline:
     async def run(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         """Run one turn, from request to `Done`, and emit its events in batches.
 
-        `emit` is a callback because nested async generators are slower. Cancelling the task aborts the turn, and so does an exception from
-        `emit`. A turn that is aborted during generation is recorded. The times that the call spends waiting are stored in `timing`.
+        `emit` is a callback because nested async generators are slower. Until generation has ended, cancelling the task aborts the turn,
+        and so does an exception from `emit`. A turn that is aborted during generation is recorded. The times that the call spends waiting
+        are stored in `timing`.
         """
         self.admit(session, call)
         try:
@@ -241,7 +242,7 @@ class TurnPipeline:
     # ── exact mode ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _require_engine(self, session: Session) -> tuple[Renderer, Engine]:
-        """Return the renderer and the engine. Raise `Conflict` if they do not serve the session's mode."""
+        """Return the renderer and the engine. Raise `Conflict` if the gateway has none for the session's mode."""
         mode = session.config.mode
         if self._renderer is None or self._engine is None:
             raise Conflict(
@@ -521,7 +522,7 @@ def _let_reason_first(call: Call, renderer: Renderer, context: Ids) -> tuple[Cal
 
 
 def _check(chunk: Chunk, request: Generate) -> None:
-    """Raise `EngineError` if the chunk does not match the request."""
+    """Raise `EngineError` if the chunk echoes a different prompt or has the wrong number of log-probabilities."""
     check_echo(chunk, request)
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
         raise EngineError(

@@ -127,7 +127,7 @@ class WeightUpdates:
     async def start(self) -> None:
         """Restore a pause that was active before a restart, since a trainer may still be sending weights.
 
-        If the engines were frozen but calls were not held, resume the engines.
+        If the pause has expired, resume calls. If the engines were frozen but calls were not held, resume the engines.
         """
         self._replicas.is_frozen = self._state.read_frozen()
         until = self._state.read_hold()

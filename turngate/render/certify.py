@@ -85,7 +85,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def uncertified(self) -> dict[Transition, str]:
-        """The transitions that have no bridge or whose bridge differs from a render of the whole conversation, each with the reason."""
+        """The transitions that failed, each with the reason."""
         return {f.transition: f.detail for f in reversed(self.findings) if f.verdict == "differs" and f.transition}
 
     @property

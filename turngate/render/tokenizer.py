@@ -370,7 +370,7 @@ def _surely_nfc(text: str) -> bool:
 
 
 def probe_corpus(added: Iterable[str] = ()) -> list[str]:
-    """Return texts for which two encoders must agree before one may replace the other: code, writing systems, spaces, digits."""
+    """Return texts for which two encoders must agree before one may replace the other, such as code and different writing systems."""
     code = Path(__file__).read_text(encoding="utf-8")
     lines = [
         code,

@@ -50,7 +50,10 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class BridgeDifference(msgspec.Struct, frozen=True):
-    """Where the bridge differs from the text that the template writes, with both texts, or why the two cannot be compared."""
+    """Why a bridge does not match a render of the whole conversation, or cannot be compared with it.
+
+    `bridge` and `template` are the two texts that differ, if there are any.
+    """
 
     where: str
     bridge: str = ""

@@ -52,6 +52,7 @@ def add_declared_tokens(spec: Json, config: Json) -> list[str]:
 
     Each token gets its declared id. If a placeholder (a token of several characters that no merge uses) has this id, the declared
     token replaces it. If an ordinary token has this id, the declared token is left out, and `markers.py` rejects a template that needs it.
+    A token that the vocabulary contains with a different id is left out too.
     """
     known = {token["content"] for token in spec.get("added_tokens", [])}
     vocab = spec["model"]["vocab"]

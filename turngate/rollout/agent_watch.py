@@ -63,7 +63,7 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Marks:
-    """Marks each URL and key with the name of its environment variable. `wrap` collects the marks in requests, and removes them."""
+    """Marks each URL and key with its variable's name, or with `COMMAND`. `wrap` collects the marks in requests, and removes them."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key

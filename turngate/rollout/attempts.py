@@ -54,7 +54,10 @@ class AttemptRunner:
         self._health = BatchHealth(plan, gateway, executor, results)
 
     async def run(self, item: RolloutItem, take_slot: Callable[[], Slot]) -> None:
-        """Run one attempt, and write its result to the ledger. `take_slot` is called just before the attempt starts."""
+        """Run one attempt and write its result to the ledger, unless the task is invalid or the disk is full.
+
+        `take_slot` is called just before the attempt starts.
+        """
         ledger = self._results.ledger
         if self._results.is_invalid(item.task):
             await self._results.skip(item)

@@ -16,8 +16,8 @@
     health          detects when a batch cannot continue: a full disk, no sandboxes, no gateway
 
 A limited number of workers share one schedule, so the number of asyncio tasks does not grow with the size of the batch. After an
-infrastructure fault, the rollout is retried later with a new session and a new sandbox. If the batch cannot continue, it stops and reports
-why. Running the same plan on the same folder resumes the batch.
+infrastructure fault, the rollout is retried later with a new session and a new sandbox, up to `plan.retries` times. If the batch cannot
+continue, it stops and reports why. Running the same plan on the same folder resumes the batch.
 """
 
 from __future__ import annotations
@@ -177,7 +177,10 @@ class Batch:
         return self.result
 
     async def wind_up(self) -> None:
-        """Start no more rollouts and cancel the running agents, but grade finished work. `run` then returns the result so far."""
+        """Start no more rollouts, and cancel the running agents. Finished work is still graded, except on Ray.
+
+        `run` then returns the result so far.
+        """
         self._stop.is_winding_up = True
         self._workers.cancel_running()
         await self._schedule.notify()

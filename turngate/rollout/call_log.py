@@ -119,7 +119,7 @@ class CallLog:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """The tools that the agent offered in any of its calls, without duplicates."""
+        """The tools that the agent offered in any of `model_calls`, one per name."""
         return tuple({tool.name: tool for call in self.model_calls for tool in call.tools}.values())
 
     def describe_refusals(self) -> str:

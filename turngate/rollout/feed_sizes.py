@@ -13,7 +13,7 @@ _EVERY_S = 30.0  # pause between checks, since a feed may be opened while the ba
 
 
 class FeedSizeCheck:
-    """Adds a note to the batch for each feed that expects groups of a different size."""
+    """Adds a note to the batch for each feed that accepts its groups but expects a different size."""
 
     def __init__(self, plan: BatchPlan, gateway: GatewayClient, note: Callable[[str], None]) -> None:
         self._plan = plan

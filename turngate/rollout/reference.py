@@ -104,7 +104,8 @@ def build_scripted(config: ServeConfig, script: Script) -> Scripted:
 def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: ServeConfig) -> ReferenceReplay:
     """Plan the replay of a task's reference solution on a gateway with this configuration.
 
-    If the solution cannot be replayed, return a replay without commands, or raise `ConfigError` if the configuration requires a replay.
+    If no replay is wanted, or the solution cannot be replayed, return a replay without commands. Raise `ConfigError` if the configuration
+    requires a replay but the solution cannot be replayed.
     """
     is_required = config.script == REFERENCE_SCRIPT
     if is_required and config.engine != "scripted":

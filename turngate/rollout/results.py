@@ -134,7 +134,7 @@ class BatchResults:
     # ── finished rollouts ───────────────────────────────────────────────────────────────────────────────────────
 
     async def finish(self, finished: FinishedRollout) -> None:
-        """Write a finished rollout to the ledger, count it, and report its warnings."""
+        """Write a finished rollout to the ledger, count it, and report its new warnings, up to `_MAX_WARNINGS` per batch."""
         await self.ledger.add(finished)
         self.count(finished)
         for warning in finished.warnings:

@@ -17,8 +17,8 @@
     grade     let the host grade the work; the grader's commands run in a fresh sandbox
     record    store the outcome at the gateway, which already has the trace
 
-Each stage has a time limit. If a stage fails, `classify.py` decides what is at fault. The recorded trace is always kept. An agent never
-runs twice on the same trace. Grading is the only stage that is retried.
+Each stage except `grade` has a time limit, and each grader has its own. If a stage fails, `classify.py` decides what is at fault. The
+recorded trace is always kept. An agent never runs twice on the same trace, but grading may be repeated.
 """
 
 from __future__ import annotations

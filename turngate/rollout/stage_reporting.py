@@ -1,4 +1,4 @@
-"""Run the stages of one rollout with time limits, and report them in logs, progress, events and spans."""
+"""Run the stages of one rollout, most of them with time limits, and report them in logs, progress, events and spans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS_S: Mapping[Stage, float] = {
 
 
 class Stages:
-    """Runs the stages of one rollout. It reports the start of each stage, and limits and measures its duration."""
+    """Runs the stages of one rollout. It reports the start of each stage, measures its duration, and limits most of them."""
 
     def __init__(
         self, outcome: Outcome, progress: RolloutProgress, watch: ProgressCallback, events: StageEvents
@@ -53,7 +53,7 @@ class Stages:
     async def enter(
         self, stage: Stage, limit_s: float | None = None, *, since: float | None = None
     ) -> AsyncIterator[None]:
-        """Run the block as a stage with a time limit.
+        """Run the block as a stage, with a time limit if `limit_s` or the stage sets one.
 
         If `since` is set, the stage's duration is measured from that monotonic time. The time limit still starts now.
         """

@@ -110,9 +110,10 @@ def unpack(
 ) -> tuple[str, ...]:
     """Unpack a tar stream into a host folder, which is created if necessary. Return the skipped entries with reasons.
 
-    Devices, pipes, links that could point outside the folder, and paths that are too long or too deep are skipped. `limit` is the maximum
-    total size in bytes. At most `MAX_NAMED` skipped entries are named; the others are only counted. Unpacking is aborted after `timeout_s`,
-    or when `is_cancelled`, which is polled, returns true. A malformed tar stream or a file-system error raises `SandboxError`.
+    Devices, pipes, symbolic links that could point outside the folder, hard links that cannot be created, and entries whose path or link
+    target is too long or too deep are skipped. `limit` is the maximum total size in bytes. At most `MAX_NAMED` skipped entries are named;
+    the others are only counted. Unpacking is aborted after `timeout_s`, or when `is_cancelled`, which is polled, returns true. A malformed
+    tar stream or a file-system error raises `SandboxError`.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -261,7 +262,7 @@ def _make_hard_link(root: int, source: list[str], path: list[str]) -> str:
 
 
 def _remove_file(name: str, folder: int) -> None:
-    """Remove a file left over from an earlier download. Overwriting it would also change its hard links."""
+    """Remove an existing regular file, such as one from an earlier download. Overwriting it would also change its hard links."""
     try:
         if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=folder)

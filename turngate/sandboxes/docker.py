@@ -534,7 +534,7 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
 
 
 async def _build_image(folder: Path) -> str:
-    """Build an image from a folder with a Dockerfile, unless an image with the same content exists. Return the image's tag."""
+    """Build an image from a folder with a Dockerfile, unless one that was built from the same content exists. Return its tag."""
     tag = f"turngate-build:{await asyncio.to_thread(_digest_folder, folder)}"
     code, _, _ = await try_docker("image", "inspect", tag)
     if code:

@@ -47,7 +47,10 @@ POLLS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses between polls of a command; 
 
 
 class NotFoundError(SandboxError):
-    """The service returned status 404: either a file or the sandbox itself does not exist. The status does not distinguish the two."""
+    """The service returned status 404.
+
+    If the request was to a sandbox, either a file or the sandbox itself does not exist. The status does not distinguish the two.
+    """
 
 
 class HuggingFaceBackend:

@@ -148,7 +148,7 @@ class SupervisedSandbox(PosixSandbox):
         )
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Kill all commands except the relay, and record `error`, which describes the sandbox's disk use."""
+        """Kill all commands except standalone ones (`STANDALONE_ENV`), and record the reason as `disk_error`."""
         self.disk_error = error
         for job in list(self._jobs):
             await job.kill(grace_s=0)

@@ -1,7 +1,7 @@
 """The gateway: an ASGI application composed of an engine, a fence at which calls wait during weight updates, and projects.
 
-The gateway itself serves the project `default`. If a request carries another project's key, or the admin key and another project's name,
-the gateway passes the request to that project.
+The gateway itself serves the project `default`. If a request carries an API key, session secret or login cookie of another project, or the
+admin key and another project's name, the gateway passes the request to that project.
 """
 
 from __future__ import annotations
@@ -288,7 +288,8 @@ class Gateway(ProjectGateway):
     def choose(self, scope: Scope) -> ProjectGateway:
         """Return the project that a request belongs to.
 
-        This is `default` unless the request carries another project's key, or the admin key and another project's name.
+        This is `default` unless the request carries an API key, session secret or login cookie of another project, or the admin key and
+        another project's name.
         """
         name = self.hosted.choose(scope)
         return self if name is None else self.hosted.open(name)

@@ -30,7 +30,7 @@ class RunningGateway(msgspec.Struct, frozen=True):
 
 
 def find_running_gateway(data: Path) -> RunningGateway | None:
-    """Return the gateway that is serving this data folder, or None if there is none."""
+    """Return the gateway whose address is in this data folder, or None if there is no address, or no process with the gateway's id."""
     try:
         gateway = msgspec.json.decode((data / _NOTE).read_bytes(), type=RunningGateway)
     except (OSError, msgspec.DecodeError):

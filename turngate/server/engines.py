@@ -1,6 +1,6 @@
-"""Routes to list, add, drain and remove engines, under `/admin/engines`. They require the admin key.
+"""Routes to list, add, drain and remove engines, under `/admin/engines`.
 
-An API key grants access to only two flags: whether the engines are saturated, and whether they are scripted.
+Changes require the admin key. With an API key, only two flags can be read: whether the engines are saturated and whether they are scripted.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ class HostedProjects:
         """Return the name of the project that a request belongs to, or None for the project `default`.
 
         The session secret, API key or login cookie in the request decides. With the admin key, the caller may name a project in a header.
-        If none of these identifies a project, return None. The request is authenticated later, by the project's own gateway.
+        Raise an error if that project does not exist. If none of these identifies a project, return None. The request is authenticated
+        later, by the project's own gateway.
         """
         ring = self._host.projects.ring
         named, keys = "", []

@@ -391,7 +391,7 @@ class ProjectGateway:
             )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve model calls and host-tool calls directly, to avoid Starlette's overhead. Starlette serves all other requests."""
+        """Serve model calls and host-tool calls directly, to avoid Starlette's overhead. Starlette serves all other HTTP requests."""
         if scope["type"] == "websocket":
             await self._serve_socket(scope, receive, send)
             return

@@ -135,7 +135,7 @@ async def open_cluster_batch(
     timeout_s: float | None = None,
     note: Callable[[str], None] = lambda text: log.info("%s", text),
 ) -> AsyncIterator[ClusterBatch]:
-    """Open a batch of n rollouts of each task: start a gateway on the shared store, and a cell on each node.
+    """Open a batch of n rollouts of each task: start a gateway on the shared store, and a cell on each node with room.
 
     `request` contains the settings that all rollouts share; its `task`, `group`, `agent_timeout_s` and `endpoint_url` are not used. The
     batch's ledger is written to `folder`.

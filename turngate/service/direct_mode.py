@@ -1,4 +1,4 @@
-"""Direct mode: the agent calls the endpoint itself, and only the agent's own logs are kept.
+"""Direct mode: the agent's calls go to the endpoint without a gateway, and only the agent's own logs are kept.
 
 An isolated sandbox can reach only its gateway. In direct mode, a `Forwarder` takes the gateway's place: it forwards model calls to one
 endpoint, and returns the status and body of each reply unchanged. It adds no key, strips credential headers and the session's key, and
@@ -67,12 +67,15 @@ class Forwarder:
         self.engine_silence = EngineSilence()
 
     def target_url(self, path: str) -> str:
-        """Return the endpoint's URL for a path. A path in the base URL replaces a leading /v1, as in observe mode."""
+        """Return the endpoint's URL for a path. A path in the base URL replaces a leading /v1, as in observe mode.
+
+        A leading /v1beta is kept, but not repeated if the base URL ends with it.
+        """
         own = urlsplit(self._base).path
         for version in ("/v1beta", "/v1"):
             if own.endswith(version) and path.startswith(f"{version}/"):
                 return self._base.removesuffix(version) + path
-        return self._base + (path.removeprefix("/v1") if own else path)
+        return self._base + (path.removeprefix("/v1") if own and path.startswith("/v1/") else path)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/":

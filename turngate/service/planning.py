@@ -98,7 +98,10 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
 
 
 def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
-    """Return the folder with the files that the agent started with, or None if the agent started with a whole repository."""
+    """Return the folder with the files that the agent started with, or None if the agent started with a whole repository.
+
+    If the request contains no files, the folder does not exist.
+    """
     if isinstance(request, SweRolloutRequest):
         return None
     if isinstance(request, RolloutRequest):

@@ -1,4 +1,4 @@
-"""Encode values and rows in PostgreSQL's binary format, for `shared/pipeline.py`.
+"""Encode values and rows in PostgreSQL's binary format, for the shared store.
 
 This takes a fraction of the CPU time that psycopg would need.
 """

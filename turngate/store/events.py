@@ -163,7 +163,7 @@ def _find_last_old(db: StoreConnection, after: int, before: float) -> int | None
 
 
 def _remove_old(db: StoreConnection, after: int, last: int, before: float) -> int:
-    """Remove the old events with numbers above `after`, up to `last`, and return how many were removed."""
+    """Remove the old events with numbers above `after`, up to `last`, except those of sessions in the outbox. Return the number removed."""
     query = f"DELETE FROM events WHERE seq>? AND seq<=? AND time<? AND {_SHIPPED} RETURNING seq"
     removed = [seq for (seq,) in db.execute(query, (after, last, before)).fetchall()]
     if removed:

@@ -11,7 +11,7 @@ import msgspec
 
 
 class NewEntry(msgspec.Struct, frozen=True):
-    """An outcome to be added to the feeds."""
+    """An outcome for the feeds to process."""
 
     session: int  # key of the session
     id: str  # id of the session
@@ -58,7 +58,7 @@ class FeedGroups:
         return list(self._added.values())
 
     def add(self, new: NewEntry) -> None:
-        """Add an outcome. If this completes its group, assign the group a delivery number."""
+        """Process an outcome. If it completes its group, assign the group a delivery number."""
         # An entry of the same session or rollout is replaced while its group is incomplete. Once it has a number, it never changes.
         is_delivered = False
         for old in (self._by_session.get(new.session), self._by_rollout.get(new.rollout)):

@@ -195,7 +195,7 @@ class OutboxTable:
             return db.execute(query, (session,)).fetchone() is None
 
     def remove(self, shipped: Iterable[UnshippedSession]) -> None:
-        """Remove shipped sessions from the outbox. A session that has changed since it was read stays in the outbox."""
+        """Remove shipped and deleted sessions from the outbox. A session that has changed since it was read stays in the outbox."""
         last = None
         with self._writing() as db:
             for last in shipped:
@@ -230,7 +230,7 @@ class OutboxTable:
             return [ShippedSession(*row) for row in db.execute(query, (after, limit)).fetchall()]
 
     def add_again(self, sessions: Iterable[int]) -> None:
-        """Put sessions back into the outbox, because the shared store has lost them.
+        """Put sessions back into the outbox, because the shared store has lost them or their newest events.
 
         Mark them as reshipped, since they may already have been delivered.
         """

@@ -200,7 +200,7 @@ def remove_scores(path: Path, session: str) -> None:
 def _remove(path: Path, is_removed: Callable[[str], bool]) -> None:
     """Remove the scores of sessions for which `is_removed` is true. If the cache is locked or damaged, only log a warning.
 
-    A later `remove_orphans` then removes these scores.
+    If it was only locked, a later `remove_orphans` removes these scores.
     """
     if not path.is_file():
         return

@@ -50,7 +50,7 @@ _FOUND_COLUMNS = ("group", "task", "kind", "reward")  # copied from the outcome,
 
 class ArchiveMetadata(msgspec.Struct, frozen=True):
     version: int
-    settings: dict[str, str] = {}  # settings of the store that name the tokenizers of its sessions
+    settings: dict[str, str] = {}  # settings of the store that name the tokenizers and renderers of its sessions
 
 
 class SessionArchive:

@@ -51,7 +51,7 @@ _PROJECTS = "projects"  # contains a folder for each project except `default`
 
 
 class ArchiveError(TurngateError):
-    """This machine does not have a task's archive, or cannot use it. The task itself may be valid."""
+    """A task's archive is missing on this machine, or cannot be stored or used. The task itself may be valid."""
 
     kind = "archive_error"
 
@@ -66,7 +66,7 @@ class ArchiveCache:
         cache_bytes: float | None = None,
         project: str = DEFAULT_PROJECT,
     ) -> None:
-        """Open a cache. `max_bytes` limits the size of one archive, and `cache_bytes` the total size of all projects' archives.
+        """Open a cache. `max_bytes` limits the size of one archive, and `cache_bytes` that of all projects' archives and unpacked folders.
 
         If `cache_bytes` is None, the limit is read from the environment variable `TURNGATE_ARCHIVE_CACHE_GB`.
         """
@@ -83,7 +83,7 @@ class ArchiveCache:
         return ArchiveCache(self._root, self._max_bytes, self._cache_bytes, project)
 
     def store(self, task: Task) -> PackedTask:
-        """Pack a task and store its archive.
+        """Pack a task and, if it has files, store an archive of them.
 
         Raise `TaskError` if its files cannot be read, exceed the size limit, or include an absolute link or a link that could point outside
         them. Raise `ArchiveError` if the archive cannot be written.

@@ -276,7 +276,7 @@ class MetricSeries(msgspec.Struct, frozen=True):
 
 
 class MetricsSnapshot(msgspec.Struct, frozen=True):
-    """All metrics of one process at one moment, by family."""
+    """The metrics of a project, a worker or several workers at one moment, by family."""
 
     families: dict[str, list[MetricSeries]] = {}
 
@@ -331,7 +331,7 @@ class EngineTimer:
 
 
 class Metrics:
-    """Counters and histograms of one process. Not thread-safe; used only on the event loop."""
+    """Counters and histograms of one project in one process. Not thread-safe; used only on the event loop."""
 
     def __init__(self) -> None:
         self.engine_calls = 0
@@ -388,7 +388,7 @@ class Metrics:
             self._reward.observe(min(max(reward, -MAX_REWARD), MAX_REWARD))
 
     def snapshot(self, gauges: Mapping[str, Iterable[tuple[Labels, float]]]) -> MetricsSnapshot:
-        """Return all metrics of this process, including the values in `gauges`, which the caller has just read."""
+        """Return these metrics together with the values in `gauges`, which the caller has just read."""
         families: dict[str, list[MetricSeries]] = {
             name: [MetricSeries(labels, value) for labels, value in values.items()]
             for name, values in self._counters.items()
@@ -414,7 +414,7 @@ def _to_series(labels: Labels, histogram: Histogram) -> MetricSeries:
 
 
 def merge_snapshots(snapshots: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
-    """Combine the snapshots of several workers. Values that are the same in all workers come from the first snapshot."""
+    """Combine the snapshots of several workers or projects. Values that are the same in all of them come from the first snapshot."""
     families: dict[str, list[MetricSeries]] = {}
     for family in FAMILIES:
         by_labels: dict[Labels, MetricSeries] = {}

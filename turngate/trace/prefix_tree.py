@@ -181,7 +181,7 @@ class SegmentTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Consecutive tokens that are the same in all rows that contain them, from one turn or from the context between turns."""
+    """Consecutive tokens that are the same in all rows that contain them. They are sampled tokens of one turn, or context."""
 
     start: int  # first token, as an index into the arrays of the tree
     end: int
@@ -332,7 +332,10 @@ def _turn_column(row: Sample, rollout: int) -> np.ndarray:
 
 
 def _side_columns(rows: Sequence[Sample], name: str) -> Iterator[list[np.ndarray]]:
-    """Yield two columns for each row: whether each token has a value, and the values, with 0 where there is none."""
+    """Yield two columns for each row: whether each token has a value, and the values, with 0 where there is none.
+
+    If the values are lists of variable length, a number represents each distinct list.
+    """
     kinds = {(row.side[name].values.shape[1:], row.side[name].values.dtype) for row in rows if name in row.side}
     if len(kinds) > 1:
         raise UnequalSideData(f"its side data {name} differs in type or shape between branches")
@@ -401,7 +404,7 @@ def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
 
 
 class InvalidTree(ValueError):
-    """The parts of a tree contradict each other. `field` is the name of the field that is wrong."""
+    """The parts of a tree contradict each other, or one of its rows is empty. `field` is the name of the field that is wrong."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -409,7 +412,7 @@ class InvalidTree(ValueError):
 
 
 def check_tree(tree: PrefixTree) -> None:
-    """Raise `InvalidTree` if the parts of a tree contradict each other."""
+    """Raise `InvalidTree` if the parts of a tree contradict each other, or if one of its rows is empty."""
     _check_arrays(tree)
     _check_segments(tree)
     _check_rows(tree)

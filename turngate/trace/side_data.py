@@ -74,7 +74,10 @@ def encode_values(values: SideValues) -> memoryview:
 
 
 def decode_values(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> SideValues:
-    """Decode the result of `encode_values` without copying it. Raise `ValueError` if the bytes do not match the type and shape."""
+    """Decode the result of `encode_values` without copying it.
+
+    Raise `ValueError` if the type or the shape is invalid, or if the bytes do not match them.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"type {dtype!r} is not one of {', '.join(DTYPES)}")
     kind = np.dtype(dtype).newbyteorder("<")

@@ -223,7 +223,7 @@ class Trace:
         return Location(node, at, None, request)
 
     def count_repeated(self, request: RequestMessages) -> int:
-        """Return how many messages at the start of a request repeat a recent request byte for byte.
+        """Count the messages at the start of a request that `locate` matches with a recent request byte for byte.
 
         `locate` usually compares only the remaining messages by meaning.
         """

@@ -73,7 +73,10 @@ class ToolCallRecord(msgspec.Struct, frozen=True):
 
 
 def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> None:
-    """Raise `BadRequest`, with the name of the field, if a turn reward is invalid or the parts do not add up to `reward`."""
+    """Raise `BadRequest`, with the name of the field, if a turn reward is invalid or the parts do not add up to `reward`.
+
+    If `reward` is None, no turn rewards are allowed.
+    """
     if rewards and reward is None:
         raise _invalid("", "must be empty if 'reward' is null")
     for n, one in enumerate(rewards):
@@ -105,9 +108,10 @@ def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> N
 def resolve_turn_rewards(
     rewards: Sequence[TurnReward], turns: Iterable[TurnRecord], calls: Iterable[ToolCallRecord] = ()
 ) -> tuple[TurnReward, ...]:
-    """Return the rewards with `turn` set. Raise `BadRequest`, with the name of the field, if a reward does not belong to a turn.
+    """Return the rewards with `turn` set. `check_turn_rewards` must have accepted them.
 
-    `check_turn_rewards` must have accepted the rewards.
+    Raise `BadRequest`, with the name of the field, if a reward does not fit the recorded turns and calls, or if it cannot be decided which
+    turn made its call.
     """
     turn_of, call_of = {turn.id: turn for turn in turns}, {call.call: call for call in calls}
     resolved = []

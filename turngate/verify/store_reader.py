@@ -248,7 +248,7 @@ class StoredSideData(msgspec.Struct, frozen=True):
 
 
 class RelatedRecords(msgspec.Struct, frozen=True):
-    """Records that belong to a session but not to its trace, read in the same snapshot."""
+    """Records that belong to a session but not to its trace, and two settings of the store. All are read in one snapshot with the trace."""
 
     outcome: StoredOutcome | None = None
     refused: tuple[StoredRefusal, ...] = ()
@@ -576,7 +576,7 @@ def _check_session_cells(record: dict[str, Any]) -> dict[str, Any]:
 def _open_database(file: Path) -> sqlite3.Connection:
     """Open the database read-only.
 
-    If SQLite cannot create its lock file, for example in a read-only folder, open the database as immutable.
+    If that fails, for example because SQLite cannot create its lock file in a read-only folder, open the database as immutable.
     """
     for how in ("mode=ro", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True, isolation_level=None, timeout=10)

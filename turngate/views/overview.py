@@ -84,7 +84,10 @@ class Overview(RolloutIndex):
         return row, explain_no_retry(row, self.damage(store, session), find_last_attempt)
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
-        """Return the rows that have changed since event number `after`, and the ids of rollouts that were deleted since then."""
+        """Return the rows that have changed since event number `after`, and the ids of rollouts that were deleted since then.
+
+        At most `MOST_CHANGED` rows and ids are returned.
+        """
         cursor, now = self.refresh(store), time.time()
         touched = store.queries.list_changed(after, MOST_CHANGED)
         rows = [

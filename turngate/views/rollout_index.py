@@ -53,7 +53,7 @@ class RolloutIndex:
     """The rollouts of one data folder.
 
     The first `refresh` reads everything. Later ones read only new events and the sessions that these changed, unless some events were
-    pruned before they were read.
+    pruned before they were read, or the newest events were lost, for example because the store was restored from a backup.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class RolloutIndex:
         """Read new events, and return the number of the last event."""
         with store.snapshot():
             newest = store.events.newest()
-            # Rebuild the index if events were pruned before they were read.
+            # Rebuild the index if the newest events were lost, or if events were pruned before they were read.
             if self._cursor < 0 or newest < self._cursor or self._cursor < store.events.last_pruned():
                 self._clear()
                 self._build(store)

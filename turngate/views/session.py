@@ -88,7 +88,7 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 class SessionViews:
-    """Builds session views in a separate thread. Call `close` when the gateway stops."""
+    """Builds session views in a separate thread. Call `close` to end it."""
 
     def __init__(self, store: Store) -> None:
         self._reader = StoreReader(store, "looks")
@@ -206,7 +206,7 @@ def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], decision: RoleDecis
 
 @contextmanager
 def open_row_source(data: str | Path) -> Iterator[RowSource]:
-    """Yield a function that builds the rows that the gateway delivers to trainers. A gateway may be using the store at the same time."""
+    """Yield a function that builds a session's training rows as the gateway does. A gateway may be using the store at the same time."""
     store = open_store_for_reading(data)
 
     def build_rows(session_id: str, everything: bool) -> list[Sample]:

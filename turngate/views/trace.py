@@ -1,6 +1,6 @@
 """Parse the JSON of a trace (`GET /admin/sessions/{id}/trace`) into model calls, each with its prompt as ids and as messages.
 
-The gateway and trainers use this for formats with one record per model call. `trace/sample.py` decides which turns may be trained.
+This is for formats and views with one record per model call. `trace/sample.py` decides which turns may be trained.
 """
 
 from __future__ import annotations

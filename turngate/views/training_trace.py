@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 def training_trace(trace: DecodedTrace | Mapping[str, Any], /) -> dict[str, Json]:
     """Build the fields of a `TrainingTrace` from the reply of `GET /admin/sessions/{id}/trace` or `GatewayClient.trace`.
 
-    The result contains every model call once, in recording order. If a call must not be trained on, its `loss_mask` is all zeros,
+    The result contains every turn once, in recording order. If a turn must not be trained on, its `loss_mask` is all zeros,
     and `metadata.untrained` gives the reason. The format requires a log-probability for each token of `completion_token_ids`. If
     log-probabilities are missing, `completion_token_ids` is therefore empty, and the sampled ids are in `metadata.sampled_token_ids`. Raise
     `Conflict` if the ids of a prompt are missing.
@@ -31,7 +31,7 @@ def training_trace(trace: DecodedTrace | Mapping[str, Any], /) -> dict[str, Json
 
 
 def training_turns(trace: TraceView) -> list[dict[str, Json]]:
-    """Return every model call as an OpenEnv `TrainingTurn`. A call that must not be trained on has a mask of zeros and a reason."""
+    """Return every turn as an OpenEnv `TrainingTurn`. A turn that must not be trained on has a mask of zeros and a reason."""
     return [_training_turn(trace, turn) for turn in trace.turns]
 
 

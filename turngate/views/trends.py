@@ -179,7 +179,7 @@ def describe_delivery(
     """Describe a delivery.
 
     `version` is the policy version at the time of the delivery. `oldest` and `mean` are the oldest policy version and the mean reward of
-    its rollouts.
+    the group's rollouts whose outcomes were recorded by then.
     """
     return {
         "feed": delivery.feed,

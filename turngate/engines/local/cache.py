@@ -179,7 +179,7 @@ class Slots:
         return int(free[np.where(self.computed[free] == 0, -1, self._used[free]).argmin()])
 
     def _common(self, ids: Ids, salt: str) -> Places:
-        """Return, for each slot, the length of the prefix that it has in common with `ids`."""
+        """Return, for each slot, the length of the prefix that it has in common with `ids[:-1]`, or 0 if its cache salt is not `salt`."""
         limit = len(ids) - 1
         common = np.zeros(self.count, np.int64)
         candidates = np.array([slot for slot in np.flatnonzero(self.planned) if self._salts[slot] == salt], np.int64)

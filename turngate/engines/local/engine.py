@@ -238,7 +238,10 @@ class LocalEngine:
         self._expected = None if weights is None else weights.version
 
     async def _load(self, folder: str | Path, version: int | None) -> None:
-        """Load weights. If this fails or is cancelled after weights may have changed, reject calls until another load succeeds."""
+        """Load weights.
+
+        If `folder` is empty, or if this fails or is cancelled after weights may have changed, reject calls until another load succeeds.
+        """
         if not folder:
             self._reject_calls()
             raise unknown_path_error(self.name)
@@ -445,7 +448,7 @@ class LocalGeneration:
         return None if last is None else (self._request.version if first is None else first, last)
 
     def _list_runs(self) -> VersionRuns | None:
-        """Return the policy versions of all tokens so far, or None if the weights have not changed since the first token.
+        """Return the policy versions of all tokens so far, or None if the version has not changed since the first token.
 
         As in `_span`, the request's version replaces an unknown first version. The result is also None if a later version is unknown, or
         if the versions are not ascending.

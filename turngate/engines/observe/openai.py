@@ -204,7 +204,7 @@ class _CaptureRequest(msgspec.Struct, frozen=True):
     def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
         """Return a request without the data that the endpoint's `refusal` names, or None if the refusal names no requested data.
 
-        The level changes only if `adapts` is true.
+        The level changes only if `adapts` is true. A refusal that names a field in `_EXTENSIONS` counts as a refusal of token ids.
         """
         if self.usage and "stream_options" in refusal:
             return _CaptureRequest(self.level, usage=False)

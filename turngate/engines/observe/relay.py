@@ -136,7 +136,7 @@ class StreamingRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send the call. If it is rejected, send it again without the rejected optional fields, or with a lower token limit."""
+        """Send the call. If it is rejected, send it again without the rejected optional fields or with a lower token limit, if possible."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == self.dialect else SHRINKS
         while True:

@@ -148,7 +148,7 @@ class Cell:
     async def start(self, sessions: Sessions, url: str) -> None:
         """Cancel this worker's sessions that belong to an earlier id of the cell, and start watching the lease.
 
-        Worker 0 first acquires the lease and starts shipping.
+        Worker 0 first starts the threads that renew the lease and ship the sessions.
         """
         self.guard.add(self._store.outbox, sessions)
         if self._is_first:

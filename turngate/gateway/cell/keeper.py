@@ -95,7 +95,10 @@ class LeaseKeeper:
                 log.exception("cannot renew the lease; retrying")
 
     def _request(self) -> None:
-        """Register the cell or renew its lease, and write the new deadline to the file."""
+        """Register the cell or renew its lease, and write the new deadline to the file.
+
+        If the cell is no longer active in the shared store, choose a new id instead.
+        """
         if self._registry is None:
             self._registry = self._connect()
         request = self._lease.send(self._clock())

@@ -157,7 +157,10 @@ class Shipper:
         return _RETRY_S[min(self._failures, len(_RETRY_S)) - 1]
 
     def ship(self) -> int:
-        """Ship a batch of due sessions, usually in one transaction. Return the size of the batch, which is 0 if none were due."""
+        """Ship due sessions, usually in one transaction. Return how many of them were found, which is at most `_SESSIONS`.
+
+        If these sessions are too large for one transaction (`_BYTES`), the next call ships the rest.
+        """
         rows = self.outbox.find_due(time.time(), _SESSIONS)
         if not rows:
             return 0

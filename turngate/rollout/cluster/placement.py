@@ -89,7 +89,7 @@ def count_slots(node: RayNodeView, demand: Demand) -> int:
 
 
 def explain_mismatch(node: RayNodeView, demand: Demand) -> str:
-    """Return why a node could not run the rollouts of a batch even if it were idle, or an empty string if it could."""
+    """Return why a node cannot run the rollouts of a batch, whatever its resources. Return an empty string if there is no such reason."""
     if node.is_draining:
         return f"{node.name} is draining"
     for name, value in demand.labels.items():

@@ -79,7 +79,10 @@ class TaskArchives:
         self._lock = asyncio.Lock()
 
     async def put(self, order: RolloutOrder) -> list[Any]:
-        """Store the archive of an order's task, and return its reference in a list, because Ray would resolve a bare reference."""
+        """Store the archive of an order's task, and return its reference in a list, because Ray would resolve a bare reference.
+
+        If the task has no archive, the list is empty.
+        """
         digest = order.task.archive
         if not digest:
             return []

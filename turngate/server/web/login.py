@@ -115,7 +115,7 @@ class PageLogin:
         return OPERATOR_CALLER if api_key is None else Caller(api_key.prefix, api_key.project)
 
     def _find_key(self, cookie: str) -> ApiKey | None:
-        """Return the API key that a cookie names, or None if it names none or the key is no longer valid."""
+        """Return the API key that a cookie names, or None if it names none or the key is not valid in this project."""
         prefix = cookie.rpartition(".")[0]
         return self._auth.find_prefix(prefix) if prefix else None
 
@@ -134,7 +134,7 @@ class PageLogin:
     def _read(self, cookie: str) -> tuple[bytes, float] | None:
         """Return a cookie's bytes and expiry time.
 
-        Return None if the cookie is invalid or has expired, or if its API key is no longer valid.
+        Return None if the cookie is invalid or has expired, or if its API key is not valid in this project.
         """
         prefix, _, token = cookie.rpartition(".")
         api_key = self._find_key(cookie)

@@ -423,7 +423,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _decode_header(value: bytes) -> str:
-    """Decode a header value so that aiohttp sends the same bytes. A value that is not UTF-8 is read as Latin-1 and sent as UTF-8."""
+    """Decode a header value. If it is valid UTF-8, aiohttp sends the same bytes. Otherwise, it is read as Latin-1 and sent as UTF-8."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:

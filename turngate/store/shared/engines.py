@@ -1,4 +1,4 @@
-"""The engines of all cells. Operators add, drain and remove them through the gateway on the shared store."""
+"""The shared list of engines, which all cells use. Operators add, drain and remove engines through the gateway on the shared store."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _BINARY = 1
 
 
 class PipelinedCursor:
-    """The result of a statement. It is read when it is first needed."""
+    """The result of a statement. It is read when it is first needed, or earlier with another result."""
 
     __slots__ = ("_connection", "_rows", "rowcount_or_none")
 

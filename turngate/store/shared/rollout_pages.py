@@ -82,7 +82,7 @@ class TrendPoint(msgspec.Struct, frozen=True):
 
 
 class DeliverySummary(msgspec.Struct, frozen=True):
-    """A delivery, with the oldest policy version and the mean reward of its rollouts."""
+    """A delivery, with the oldest policy version and the mean reward of the rollouts that its group had at the time of the delivery."""
 
     delivery: ListedDelivery
     oldest: int | None

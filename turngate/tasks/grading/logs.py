@@ -105,7 +105,7 @@ def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
 
 
 def _worse(one: CaseOutcome | None, other: CaseOutcome) -> CaseOutcome:
-    """Return the worse of two outcomes of one test.
+    """Return the later of two outcomes of one test (`other`), or the earlier one if only that one is a failure or an error.
 
     A test that passed and then failed in teardown has two lines, in the order given to `-r`.
     """

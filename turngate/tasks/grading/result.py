@@ -36,7 +36,7 @@ _HOST_ERRORS = (
 
 
 class Undecided(Exception):
-    """The grader gave no reward. The control (`grade.py`) decides whether the task or the work is at fault.
+    """The grader gave no valid grade. The control (`grade.py`) decides whether the task or the work is at fault.
 
     `output` is the end of the grader's output, safe to print. It is empty if the output does not explain the failure.
     """

@@ -1,4 +1,4 @@
-"""Grading with several graders, each in its own sandboxes. The reward is the weighted mean of their rewards, or None if one is missing."""
+"""Grading with several graders, which share no sandbox. The reward is the weighted mean of their rewards, or None if one is missing."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
     fresh checkout → its tests at the base commit → the test patch → the work, without test files → install → run the tests
 
 Git and the test patch are used only on the fresh checkout, which has none of the agent's hooks, filters and settings. All of the work is
-then copied in, except the test files: the files that the patch touches, the test folders around them, conftest.py and similar files. These
-stay as the task defines them. Files that the agent added are set aside and reported if they would change how tests run.
+then copied in, except Python's caches and the test files, such as the files that the patch touches, the test folders around them, and
+conftest.py. Test files stay as the task defines them. Files that the agent added are set aside and reported if they would change how
+tests run.
 
 For pytest, a witness (`witness.py`) also observes the run (`observed_run.py`). A case counts as passed only if both the log and the witness
 say so. If the witness misses a passed test or the end of the run even on the untouched task, the log alone decides.
@@ -360,7 +361,7 @@ def _same_pytest_settings(name: str, ours: bytes, theirs: bytes) -> bool:
 def _same_ini_settings(ours: str, theirs: str) -> bool:
     """Return whether two ini files have the same pytest settings.
 
-    Parsers disagree about section headers. Files therefore count as different if they differ in a line that mentions pytest, or in an
+    Parsers disagree about section headers. Files therefore also count as different if they differ in a line that mentions pytest, or in an
     unusual header.
     """
     one, other = ours.splitlines(), theirs.splitlines()

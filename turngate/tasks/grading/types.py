@@ -38,11 +38,14 @@ NO_TURNS = RecordedTurns()
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy on the host of an agent's working folder, made after all of the agent's processes had ended."""
+    """A copy on the host of an agent's working folder, made after all of the agent's processes had ended.
+
+    If `lost` is set, the work could not be copied.
+    """
 
     folder: Path  # the copy; none of its links point outside
     left_out: tuple[str, ...] = ()  # files that could not be copied, each with the reason
-    lost: str = ""  # why the work could not be copied, if it exceeds the size limit
+    lost: str = ""  # why the work could not be copied, if the agent is at fault
     answers: tuple[
         Mapping[str, object], ...
     ] = ()  # host tool calls, oldest first: {"call": 1, "tool": …, "arguments": …}

@@ -1,1 +1,1 @@
-"""Loaders that build tasks from Harbor folders, rows in our own format, and rows of SWE data sets."""
+"""Loaders that build tasks from folders, files, data sets on the Hugging Face hub, and Python functions."""

@@ -74,8 +74,8 @@ def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
 def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[LoadedTask]:
     """Yield the tasks of a source. For an invalid task or a duplicate id, yield the error instead.
 
-    `only` lists glob patterns for ids, such as `django__*`. `limit` is the maximum number of tasks. Raise `TaskError` if the source
-    cannot be read, or if no task matches.
+    `only` lists glob patterns for ids, such as `django__*`. `limit` is the maximum number of tasks. Raise `TaskError` if `limit` is
+    below 1, if the source cannot be read, or if no task matches.
     """
     if limit is not None and limit < 1:
         raise TaskError(f"limit must be at least 1, not {limit}", param="limit")
@@ -197,7 +197,7 @@ def _row_candidate(row: object, where: str, beside: Path | None) -> Candidate:
 
 
 def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
-    """Build a task from a row, which is in our own format or from a SWE data set. `where` names the file and row in messages."""
+    """Build a task from a row, which is in our own format or from a SWE data set. `where` names the row in messages."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
     if isinstance(row, RecursionError):

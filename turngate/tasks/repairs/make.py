@@ -82,7 +82,7 @@ class Repair(msgspec.Struct, frozen=True, kw_only=True):
     bug: Bug
     failing: tuple[str, ...]  # names of tests
     passing: tuple[str, ...]
-    distance: int | None  # calls from a failing test to the function with the bug; None if no failing test calls it
+    distance: int | None  # calls from a failing test to the function with the bug; None if no such call was seen
     excerpt: str  # the report of the first failing test
 
 

@@ -150,7 +150,7 @@ class Bench:
     ) -> int | None:
         """Return the smallest number of calls from a test in `cases` to the function at `line` of `path`: 1 for a direct call.
 
-        Return None if no test calls the function, for example if only imports or fixtures call it.
+        Return None if no such call is seen, for example because only imports or fixtures call the function, or the tests take too long.
         """
         await self._write(changed)
         home, out = self._sandbox.home, f"{self._sandbox.home}/distance"
@@ -193,7 +193,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_baseline(bench: Bench, package: Package) -> Baseline:
-    """Run the tests of the unchanged package twice. Raise `TaskError` if they cannot be run."""
+    """Run the tests of the unchanged package twice. Raise `TaskError` if they take too long, cannot all be run, or none of them passes."""
     runs = []
     for _ in range(2):
         run = await bench.run_tests({}, FIRST_LIMIT_S)

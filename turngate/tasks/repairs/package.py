@@ -88,7 +88,7 @@ def is_test(path: str) -> bool:
 
 
 def load_package(source: str) -> Package:
-    """Load a package from a folder or a release. Raise `TaskError` if it cannot be read, or has no tests or no code."""
+    """Load a package from a folder or a release. Raise `TaskError` if it cannot be read, is too large, or has no tests or no code."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         package = _load_folder(folder)

@@ -65,8 +65,8 @@ def export(
     """Export rollouts to the file `out`, which is written completely or not at all.
 
     For the format `atif`, `out` is a folder if it ends in '/', has no suffix, or exists as a folder. Each record then becomes a file in it,
-    and files written before a failure are kept. Raise `ConfigError` if there are no records to write. `watch_teacher` is called
-    in another thread after each successful call to the teacher.
+    and files written before a failure are kept. Raise `ConfigError` if an argument is invalid or there are no records to write.
+    `watch_teacher` is called in another thread after each successful call to the teacher.
     """
     format = FORMATS.get(choices.format)
     if format is None:

@@ -59,7 +59,7 @@ class Format(Protocol):
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]: ...
 
     def find_scored_session(self, record: Record) -> str:
-        """Return the id of the session whose log-probabilities are in a record, or an empty string if the record has none."""
+        """Return the id of a record's session if the format includes log-probabilities. Otherwise, return an empty string."""
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         """List the information that the format cannot represent."""

@@ -23,7 +23,7 @@ _NAMES = (ROUTED_EXPERTS, SAMPLING_MASK)  # side data that Turngate records; eng
 
 
 class ExportedColumn(msgspec.Struct, frozen=True):
-    """The side data of a row under one name. Each token inside a span has a value; other tokens have none."""
+    """The side data of a record under one name. Each token inside a span has a value; other tokens have none."""
 
     dtype: str
     shape: tuple[int, ...]  # of one token's value; (-1,): lists of different lengths
@@ -105,7 +105,7 @@ def decode_experts(value: Json) -> np.ndarray:
 
 
 def decode_columns(side: Json) -> Mapping[str, SideColumn]:
-    """Decode the `side` field of an exported row. The field is an object in a JSON Lines file and text in a Parquet file."""
+    """Decode the `side` field of an exported record. The field is an object in a JSON Lines file and text in a Parquet file."""
     try:
         raw = side.encode() if isinstance(side, str) else msgspec.json.encode(side)
         columns = msgspec.json.decode(raw, type=dict[str, ExportedColumn])

@@ -120,7 +120,7 @@ def write_checkpoint(
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder. Folders with other names, such as `step-00012.bak`, belong to the user and are ignored."""
+    """List the checkpoints in a folder. Folders with other names, such as a user's copy `step-00012.bak`, are ignored."""
     return [path for path in folder.glob("step-*") if re.fullmatch("step-[0-9]+", path.name)]
 
 

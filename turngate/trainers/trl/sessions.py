@@ -120,7 +120,7 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         return -1 if outcome.exit_code is None else outcome.exit_code
 
     def fetch_training_trace(self) -> TrainingTrace:
-        """Return a trace that contains every model call once, with a mask of the trained tokens.
+        """Return a trace that contains every turn once, with a mask of the trained tokens.
 
         A rollout without model calls has a trace without turns.
         """

@@ -389,7 +389,7 @@ def _describe_error(error: BaseException | None) -> str:
 
 
 def _load_state(checkpoint: Path, feed: str) -> FeedState:
-    """Load the feed position from a checkpoint. Raise `ConfigError` if the checkpoint is incomplete or belongs to a different feed."""
+    """Load the feed position from a checkpoint. Raise `ConfigError` if the checkpoint is incomplete, unreadable or of a different feed."""
     file = checkpoint / STATE
     if not file.is_file():
         raise ConfigError(

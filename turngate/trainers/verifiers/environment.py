@@ -136,7 +136,9 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     on_refused: Literal["exclude", "train"] = "exclude"
     """What to do with a rollout if a model call was refused and the agent did not repeat it successfully."""
     sampling: Literal["neutral", "agent"] = "neutral"
-    """`neutral`: temperature 1, unless the run or the agent's file sets another. `agent`: as the agent requests, for evaluations."""
+    """`neutral`: temperature 1, unless the run or the agent's file sets another. `agent`, for evaluations: the run's settings, and
+    otherwise those that the agent requests.
+    """
     out: Path = Path("turngate-rollouts")
     """Folder for the agents' files."""
     keep_work: bool = False
