@@ -419,8 +419,8 @@ def agents_new(
 ) -> None:
     """Run an agent's command once against the scripted engine, and write a first description of the agent.
 
-    The command runs on this machine with an empty HOME. It gets the prompt on standard input, unless the command or --env contains {prompt}
-    or {prompt_file}. Check the result with `turngate agents check ./NAME.toml`.
+    The command runs on this machine with an empty home folder. It gets the prompt on standard input, unless the command or --env contains
+    {prompt} or {prompt_file}. Check the result with `turngate agents check ./NAME.toml`.
 
     Exit codes:
     0 if the description was written;

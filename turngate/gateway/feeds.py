@@ -279,9 +279,12 @@ class Feeds:
             self._metrics.count("turngate_mismatch_alarms_total", alarm.kind)
         if alarms:
             kinds = ", ".join(alarm.kind for alarm in alarms)
-            hint = "the gateway's web page and the event `mismatch` say what to change"
             log.warning(
-                "feed %s, delivery %d: alarm about log-probabilities (%s); %s", name, report.number, kinds, hint
+                "feed %s, delivery %d: the trainer's log-probabilities differ too much from the recorded ones (alarms: %s); the "
+                "gateway's web page and the event `mismatch` say what to change",
+                name,
+                report.number,
+                kinds,
             )
 
     def _find(self, name: str) -> FeedRow:

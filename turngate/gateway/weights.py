@@ -142,7 +142,8 @@ class WeightUpdates:
         left = until - time.time()
         if left <= 0:  # this includes an unfinished update by the gateway itself, which no trainer will resume
             log.warning(
-                "calls were held when the gateway stopped, by a pause that has expired or a load that did not finish; resuming them"
+                "when the gateway stopped, calls were held by a pause that has now expired or by weights that were being loaded; "
+                "resuming the calls"
             )
             self._timer = asyncio.create_task(self._keep_opening(expired=True))
             return

@@ -1,7 +1,7 @@
 """Run an agent's command once against the scripted engine, and observe how it reaches the model.
 
-The command runs in a local sandbox with an empty HOME, as it would in a rollout. The usual environment variables in which programs look for
-an endpoint or a key are set, each to a different value. The requests therefore show which variables the agent read.
+The command runs in a local sandbox with an empty home folder, as it would in a rollout. The usual environment variables in which programs
+look for an endpoint or a key are set, each to a different value. The requests therefore show which variables the agent read.
 """
 
 from __future__ import annotations

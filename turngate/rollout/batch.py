@@ -256,7 +256,7 @@ class Batch:
         await self._workers.run(count, supply)
 
     async def _flush(self) -> None:
-        """Send the last replies to retry requests, and close the last groups."""
+        """Wait a limited time until the last retry requests are answered and the last complete groups are closed."""
         if self._retries.tasks:
             await asyncio.wait(self._retries.tasks, timeout=_FLUSH_S)
         if not await self._closer.flush(_FLUSH_S if self._stop.reason else health.RESTART_S):

@@ -97,7 +97,7 @@ class DiskWatch:
             except SandboxTooLarge:  # too deep to measure: assume that the sandbox used all the space that is gone
                 used += since
             except SandboxError as error:
-                log.warning("the disk space of a sandbox could not be measured: %s", error.message)
+                log.warning("the disk use of the sandbox in %s could not be measured: %s", self._folder, error.message)
             measured, before = time.monotonic(), free
             took = measured - began
             if (verdict := self._judge(used, free)) is not None:

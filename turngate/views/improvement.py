@@ -94,7 +94,7 @@ def _choose_example(
 def _describe_rollout(
     totals: Sequence[RewardTotal], version: int, rollouts: Sequence[RewardedRollout]
 ) -> dict[str, Json] | None:
-    """Describe the rollout whose reward is closest to the mean of `totals`. Return None if all rollouts were deleted in the meantime."""
+    """Describe the rollout whose reward is closest to the mean reward in `totals`. Return None if `rollouts` is empty."""
     mean = _mean(totals)
     chosen = min(rollouts, key=lambda rollout: round(abs(rollout.reward - mean), _EXACT_DIGITS), default=None)
     if chosen is None:

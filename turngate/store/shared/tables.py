@@ -116,7 +116,7 @@ def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:
 
 
 def use_schema(schema: str) -> str:
-    """Return SQL that makes a transaction use only the tables of a schema. Project names need no escaping."""
+    """Return SQL that makes a transaction use only the tables of a schema. Names of schemas need no escaping."""
     return f'SET LOCAL search_path TO "{schema}"'
 
 

@@ -92,7 +92,7 @@ class _PolicyTokenizers:
             problem = "its tokenizer folder is not recorded"
         raise ConfigError(
             f"tokenizer: the rollouts were recorded with the vocabulary {vocabulary}, but {problem}; "
-            "pass --tokenizer with the folder of the tokenizer that has this vocabulary",
+            "pass --tokenizer with the folder of the tokenizer that the rollouts were recorded with",
             param="tokenizer",
         )
 
