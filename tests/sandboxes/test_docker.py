@@ -107,7 +107,7 @@ async def test_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path, 
     async with create_sandbox(backend, spec) as sandbox:
         assert await sh(sandbox, "cat /data/file") == "two"
         built_images.add(inspect(sandbox)["Config"]["Image"])
-    with pytest.raises(SandboxError, match="no Dockerfile"):
+    with pytest.raises(SandboxError, match="not a folder with a Dockerfile"):
         await backend.create(SandboxSpec(dockerfile=str(tmp_path / "data")))
     (tmp_path / "Dockerfile").write_text(f"FROM {DEFAULT_IMAGE}\nCOPY nothing /\n")
     with pytest.raises(SandboxError, match="nothing"):
