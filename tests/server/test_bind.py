@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from turngate.server.bind import (
     has_stale_note,
     local_url,
     open_listener,
+    publish_address,
     startup_message,
 )
 
@@ -50,6 +52,22 @@ def test_gateway_of_another_user_is_running(tmp_path: Path, monkeypatch: pytest.
 def test_damaged_note_names_no_gateway(note: str, tmp_path: Path) -> None:
     (tmp_path / "gateway.json").write_text(note)
     assert find_running_gateway(tmp_path) is None and has_stale_note(tmp_path)
+
+
+def test_no_process_reads_an_incomplete_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, notes = Path.write_bytes, []
+
+    def write_slowly(file: Path, content: bytes) -> int:
+        write(file, content[:5])
+        notes.append((tmp_path / "gateway.json").exists())
+        return write(file, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_slowly)
+    with socket.create_server(("127.0.0.1", 0)) as listener, publish_address(tmp_path, listener):
+        assert notes == [False]
+        assert find_running_gateway(tmp_path) == RunningGateway(local_url(listener), os.getpid())
+        assert [file.name for file in tmp_path.iterdir()] == ["gateway.json"]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_addresses_of_ipv6_hosts_have_brackets(tmp_path: Path) -> None:

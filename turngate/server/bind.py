@@ -56,13 +56,15 @@ def has_stale_note(data: Path) -> bool:
 @contextmanager
 def publish_address(data: Path, listener: socket.socket) -> Iterator[None]:
     """Publish the gateway's address in the data folder for the duration of the block."""
-    note = data / _NOTE
-    note.write_bytes(msgspec.json.encode(RunningGateway(local_url(listener), os.getpid())))
+    note, unfinished = data / _NOTE, data / f".{_NOTE}.{os.getpid()}"
     try:
+        unfinished.write_bytes(msgspec.json.encode(RunningGateway(local_url(listener), os.getpid())))
+        unfinished.replace(note)  # so other processes never read an incomplete file
         yield
     finally:
-        with suppress(OSError):
-            note.unlink(missing_ok=True)
+        for file in (unfinished, note):
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
 
 
 def local_url(listener: socket.socket) -> str:

@@ -223,9 +223,9 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
         await gateway.start(local_url(listener))
         with ExitStack() as stack:
             if announce:
+                stack.enter_context(publish_address(gateway.config.folder, listener))
                 log.info("%s", startup_message(gateway.config, listener))
                 log_renderer(gateway)
-                stack.enter_context(publish_address(gateway.config.folder, listener))
             await server.serve(sockets=[listener])
     finally:
         await gateway.stop()

@@ -108,8 +108,8 @@ class Front:
             await self._wait_until_ready(runs)
             if self.stopping.is_set():
                 return
-            log.info("%s", startup_message(self._config, self._listener))
             with publish_address(Path(self._config.data), self._listener):
+                log.info("%s", startup_message(self._config, self._listener))
                 self._listener.setblocking(False)
                 self._accept_more()
                 await self.stopping.wait()
