@@ -32,7 +32,7 @@ FOLDER = "code-cache"  # the folder of the caches in the installation
 ENABLE = "enable.cjs"
 RUN_S = 120.0  # time limit of a run that builds the cache
 # The user ids in sandboxes: usually 0 or 1000 in containers, and 1000 in bubblewrap. Node's caches are per user, because the name of a
-# cache's folder ends in the user's id. Other users get links.
+# cache's folder ends in the user's id. These users get links.
 USERS = (0, 1000)
 
 # Runs before the program, and enables the cache. Versions of Node without portable caches start without one.
@@ -125,7 +125,7 @@ def build(folder: Path, spec: AgentSpec, installed: Installation) -> str:
 
 
 def _share(cache: Path) -> None:
-    """Let other users of this machine and of sandboxes read the cache."""
+    """Make the cache readable by all users, and link it under the user ids in sandboxes."""
     cache.parent.chmod(0o755)
     cache.chmod(0o755)
     for file in cache.iterdir():

@@ -30,7 +30,7 @@ class EnginePoolClient(GatewayClient):
         """Drain an engine, and remove it when its calls have ended.
 
         If the calls do not end within `limit_s` seconds, the request fails, and the engine keeps draining. With `force`, remove
-        the engine immediately. Its calls in flight fail, except those without tokens, which are retried on another engine.
+        the engine immediately. Its calls in flight fail if they have produced tokens. Otherwise, they are retried on another engine.
         """
         body: dict[str, Json] = {"url": url, "force": force}
         if limit_s is not None:

@@ -144,7 +144,8 @@ class EngineChanges:
     async def remove(self, url: str, limit_s: float = REMOVE_S, *, force: bool = False) -> EnginesView:
         """Drain an engine, and remove it when its calls have ended. Raise `EngineTimeout` if that takes longer than `limit_s` seconds.
 
-        With `force`, remove it immediately. Its calls in flight fail, except those without tokens, which are retried on another engine.
+        With `force`, remove it immediately. Its calls in flight fail if they have produced tokens. Otherwise, they are retried on another
+        engine.
         """
         local, group = self._require()
         address = self._find(local, url)

@@ -571,7 +571,7 @@ def write_atomically(path: str, text: str) -> None:
 
 
 async def report_reached(port: int, path: Optional[str]) -> None:
-    """If `path` is set, write to that file whether the gateway answers through this relay."""
+    """If `path` is set, write "reached" to that file if the gateway answers through this relay, or else why it does not."""
     if not path:
         return
     try:

@@ -47,7 +47,8 @@ class RemoveEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_
     """The body of `POST /admin/engines/remove`.
 
     The engine's calls in flight get up to `limit_s` seconds to end. If they take longer, the request fails, and the engine keeps draining.
-    With `force`, the engine is removed at once. Its calls in flight fail, except those without tokens, which are retried on another engine.
+    With `force`, the engine is removed at once. Its calls in flight fail if they have produced tokens. Otherwise, they are retried on
+    another engine.
     """
 
     limit_s: Limit = REMOVE_S

@@ -441,7 +441,7 @@ class _ForkDescriber:
     def _explain_rewrite(
         self, left: StoredNode | None, token: int, context: StoredContext, now: list[Message]
     ) -> tuple[str, str]:
-        """Return how the template or the agent changed a turn, and a detail. Both versions of the turn start at the same token."""
+        """Return how the template or the agent changed a turn, and a detail. The changed turn starts where the original starts."""
         at = None
         for node in path(left):
             if isinstance(node, StoredTurn) and node.parent.length <= token <= node.length:

@@ -85,7 +85,7 @@ class SharedSessionReader(SessionReader):
 
 
 class _NamedRow(tuple[Any, ...]):
-    """A row whose cells can be accessed by index or by column name."""
+    """A row whose values can be accessed by index or by column name."""
 
     names: tuple[str, ...]
 

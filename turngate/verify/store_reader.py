@@ -162,7 +162,7 @@ class NodeRow(msgspec.Struct, frozen=True):
         return value if self.delivered else value ^ _UNDELIVERED_XOR
 
 
-# The types that a node's cells must have, and the value that replaces a cell of a different type, since SQLite stores any type.
+# The types that a node's columns must have, and the value that replaces one of a different type, since SQLite stores any type.
 _CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
     "parent": ((int, NoneType), None),
     "kind": (str, ""),
@@ -176,7 +176,7 @@ _CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
 
 
 def _parse_row(cells: dict[str, Any]) -> tuple[NodeRow, str]:
-    """Parse the row of a node. Also return a description of the cells that have the wrong type, or "" if none has."""
+    """Parse the row of a node. Also return a description of the values that have the wrong type, or "" if none has."""
     damaged = [name for name, (kind, _) in _CELLS.items() if not isinstance(cells[name], kind)]
     row = NodeRow(**{**cells, **{name: _CELLS[name][1] for name in damaged}})
     wrong = ", ".join(f"`{name}` is stored as {_describe_type(cells[name])}" for name in damaged)
@@ -194,14 +194,14 @@ class StoredPreamble(msgspec.Struct, frozen=True):
 
 
 class StoredOutcome(msgspec.Struct, frozen=True):
-    """A row of the `outcomes` table. Its cells may have any type."""
+    """A row of the `outcomes` table. Its values may have any type."""
 
     raw: object
     recorded: object
 
 
 class StoredReplyRow(msgspec.Struct, frozen=True):
-    """A row of the `replies` table. Its cells may have any type."""
+    """A row of the `replies` table. Its values may have any type."""
 
     id: object
     node: object
@@ -210,7 +210,7 @@ class StoredReplyRow(msgspec.Struct, frozen=True):
 
 
 class StoredRefusal(msgspec.Struct, frozen=True):
-    """A row of the `refusals` table. Its cells may have any type."""
+    """A row of the `refusals` table. Its values may have any type."""
 
     call: object
     status: object
@@ -219,7 +219,7 @@ class StoredRefusal(msgspec.Struct, frozen=True):
 
 
 class StoredAttempt(msgspec.Struct, frozen=True):
-    """A row of the `attempts` table. Its cells may have any type."""
+    """A row of the `attempts` table. Its values may have any type."""
 
     rollout: object
     attempt: object
@@ -236,7 +236,7 @@ class StoredEvent(msgspec.Struct, frozen=True):
 
 
 class StoredSideData(msgspec.Struct, frozen=True):
-    """A row of the `side_data` table. Its cells may have any type."""
+    """A row of the `side_data` table. Its values may have any type."""
 
     node: object
     name: object
@@ -302,7 +302,7 @@ class StoredSession:
         damaged: dict[int, str],
         related: RelatedRecords,
     ) -> None:
-        """Build the session's tree. `damaged` describes the cells that have the wrong type, by node id."""
+        """Build the session's tree. `damaged` describes the values of the wrong type in the rows of nodes, by node id."""
         self.key: int = record["key"]
         self.id: str = record["id"]
         self.opened: float = record["opened"]
