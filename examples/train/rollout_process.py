@@ -2,7 +2,8 @@
 
 It is a separate process because hundreds of sandboxes per minute would otherwise compete with the sampling thread for the interpreter lock.
 The trainer's feed throttles it, so that it starts only groups that the trainer will need soon. It ends when its tasks are done or on
-SIGTERM, and then prints a `RunnerReport` as JSON.
+SIGTERM, and then prints a `RunnerReport` as JSON. A runner needs 0.3 s of CPU time per rollout and uses little more than one core, so on a large
+machine several runners can share the tasks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,12 @@ class GatewayAccess(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     feed: str = ""
     ahead: int = 1  # groups ahead of the trainer
+    share: int = 0  # which part of the tasks this runner runs
+    shares: int = 1  # number of runners that share the tasks
+
+    def divide(self, count: int) -> int:
+        """Return the part of a limit that applies to this runner."""
+        return -(-count // self.shares)
 
 
 class RolloutLine(msgspec.Struct, frozen=True):
@@ -74,11 +82,11 @@ class RunnerReport(msgspec.Struct, frozen=True, kw_only=True):
 async def run_batch(plan: BatchPlan, access: GatewayAccess) -> BatchResult:
     """Run the batch to its end, or until SIGTERM."""
     async with GatewayClient(access.url, access.key) as gateway, GatewayConnector(gateway.url) as connector:
-        throttle = TrainerThrottle(access.ahead) if access.feed else None
+        throttle = TrainerThrottle(access.divide(access.ahead)) if access.feed else None
         batch = Batch(plan, gateway, connector, throttle=throttle or no_throttle)
         running = asyncio.create_task(batch.run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
-        following = asyncio.create_task(_follow_feed(gateway, access.feed, throttle)) if throttle else None
+        following = asyncio.create_task(_follow_feed(gateway, access, throttle)) if throttle else None
         try:
             with suppress(asyncio.CancelledError):
                 await running
@@ -88,9 +96,9 @@ async def run_batch(plan: BatchPlan, access: GatewayAccess) -> BatchResult:
         return batch.result
 
 
-async def _follow_feed(gateway: GatewayClient, feed: str, throttle: TrainerThrottle) -> None:
+async def _follow_feed(gateway: GatewayClient, access: GatewayAccess, throttle: TrainerThrottle) -> None:
     while True:
-        throttle.mark_trained((await gateway.show_feed(feed)).committed)
+        throttle.mark_trained((await gateway.show_feed(access.feed)).committed // access.shares)
         await asyncio.sleep(0.1)
 
 
@@ -124,23 +132,38 @@ def build_report(result: BatchResult) -> RunnerReport:
 
 
 @asynccontextmanager
-async def start_runner(program: Path, config: msgspec.Struct) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start `runner.py`, and send it its configuration as JSON on stdin."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(program), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 26
-    )
+async def start_runners(
+    program: Path, config: GatewayAccess, count: int = 1
+) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    """Start `count` processes of `runner.py`, which share the tasks. Each reads its configuration as JSON from stdin."""
+    processes: list[asyncio.subprocess.Process] = []
     try:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(config))
-        process.stdin.close()
-        yield process
+        for share in range(count):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(program),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=1 << 26,
+            )
+            processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(msgspec.structs.replace(config, share=share, shares=count)))
+            process.stdin.close()
+        yield processes
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
-async def read_report(process: asyncio.subprocess.Process) -> RunnerReport:
+async def read_reports(processes: Sequence[asyncio.subprocess.Process]) -> RunnerReport:
+    """Return the results of all runners as one report, when all have ended."""
+    return merge_reports(await asyncio.gather(*map(_read_report, processes)))
+
+
+async def _read_report(process: asyncio.subprocess.Process) -> RunnerReport:
     assert process.stdout is not None
     output = await process.stdout.read()
     if await process.wait():
@@ -148,29 +171,64 @@ async def read_report(process: asyncio.subprocess.Process) -> RunnerReport:
     return msgspec.json.decode(output, type=RunnerReport)
 
 
-async def run_rollouts(program: Path, config: msgspec.Struct) -> RunnerReport:
-    async with start_runner(program, config) as process:
-        return await read_report(process)
+def merge_reports(reports: Sequence[RunnerReport]) -> RunnerReport:
+    """Add up reports of runners that ran at the same time. A mean is weighted by the number of rollouts that it was computed from."""
+    kinds: Counter[str] = Counter()
+    for report in reports:
+        kinds.update(report.kinds)
+    names = {name: None for report in reports for name in report.stages}
+    return RunnerReport(
+        rollouts=sum(report.rollouts for report in reports),
+        tasks=sum(report.tasks for report in reports),
+        kinds=dict(kinds),
+        reward=_weigh((report.reward, len(report.graded)) for report in reports),
+        passed=_weigh((report.passed, len(report.graded)) for report in reports),
+        turns=_weigh((report.turns, report.rollouts) for report in reports),
+        seconds=max(report.seconds for report in reports),
+        sampled_tokens=sum(report.sampled_tokens for report in reports),
+        own_cpu_s=sum(report.own_cpu_s for report in reports),
+        children_cpu_s=sum(report.children_cpu_s for report in reports),
+        stages={
+            name: round(_weigh((report.stages.get(name), report.rollouts) for report in reports) or 0.0, 3)
+            for name in names
+        },
+        messages=[message for report in reports for message in report.messages][:8],
+        stopped="; ".join(dict.fromkeys(report.stopped for report in reports if report.stopped)),
+        graded=[line for report in reports for line in report.graded],
+    )
+
+
+def _weigh(values: Iterable[tuple[float | None, int]]) -> float | None:
+    """Return the weighted mean of the known values, or None if there is none."""
+    known = [(value, weight) for value, weight in values if value is not None and weight]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
+
+
+async def run_rollouts(program: Path, config: GatewayAccess, count: int = 1) -> RunnerReport:
+    async with start_runners(program, config, count) as processes:
+        return await read_reports(processes)
 
 
 async def train_beside(
-    process: asyncio.subprocess.Process, trainer: Trainer, feed: Feed, *, steps: int, minutes: float
+    processes: Sequence[asyncio.subprocess.Process], trainer: Trainer, feed: Feed, *, steps: int, minutes: float
 ) -> RunnerReport:
-    """Train on the rollouts of a runner for `steps` steps, but start no step after `minutes`. Then stop the runner."""
+    """Train on the rollouts of the runners for `steps` steps, but start no step after `minutes`. Then stop the runners."""
     began = time.monotonic()
-    reporting = asyncio.create_task(read_report(process))
+    reporting = asyncio.create_task(read_reports(processes))
     try:
         while trainer.state.step < steps and time.monotonic() - began < 60 * minutes:
             step = asyncio.create_task(trainer.run(feed, trainer.state.step + 1))
             await asyncio.wait({step, reporting}, return_when=asyncio.FIRST_COMPLETED)
             if not step.done():
                 step.cancel()
-                raise SystemExit(f"the runner ended early: {await reporting}")
+                raise SystemExit(f"the runners ended early: {await reporting}")
             await step
     except BaseException:
-        reporting.cancel()  # otherwise the runner, which is killed next, would hide the reason
+        reporting.cancel()  # otherwise the runners, which are killed next, would hide the reason
         raise
-    process.terminate()
+    for process in processes:
+        if process.returncode is None:
+            process.terminate()
     return await reporting
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -220,6 +221,39 @@ def test_edit_command_changes_one_line_of_the_original(tmp_path: Path) -> None:
     failed = run_fix(tmp_path, "1", "def f(a, b):")
     assert failed.returncode == 1 and "With this change, the tests still fail: TypeError: " in failed.stderr
     assert (tmp_path / "src" / "a.py").read_text() == ROW["files"]["src/a.py"]  # type: ignore[index]
+    assert "has failed before" in run_fix(tmp_path, "1", "  def f(a, b):").stderr
+    assert "the tests still fail" in run_fix(tmp_path, "2", "def f(a, b):").stderr
     passed = run_fix(tmp_path, "2", "return a + 1")  # keeps the indentation, and restores line 1
     assert passed.returncode == 0 and passed.stdout.startswith("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
     assert (tmp_path / "src" / "a.py").read_text() == "def f(a):\n    return a + 1\n"
+
+
+def test_reports_of_several_runners_add_up() -> None:
+    module = load_module("compare")
+    sys.path.append(str(FOLDER.parent))
+    from rollout_process import RunnerReport, merge_reports
+
+    def report(rewards: list[float], **more: Any) -> Any:
+        values: dict[str, Any] = {
+            "rollouts": len(rewards),
+            "tasks": 1,
+            "kinds": {"graded": len(rewards)},
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+            "passed": sum(rewards) / len(rewards) if rewards else None,
+            "turns": None,
+            "seconds": 2.0,
+            "sampled_tokens": 5,
+            "own_cpu_s": 1.0,
+            "children_cpu_s": 1.0,
+            "stages": {"agent": 1.0 if rewards else 9.0},
+            "messages": [],
+            "stopped": "",
+            "graded": [module.RolloutLine("a", reward, "s", 1) for reward in rewards],
+        }
+        return RunnerReport(**values | more)
+
+    merged = merge_reports([report([1.0]), report([0.0, 0.0, 0.0], seconds=3.0, turns=2.0), report([], kinds={})])
+    assert (merged.rollouts, merged.tasks, merged.kinds) == (4, 3, {"graded": 4})
+    assert (merged.reward, merged.passed, merged.turns) == (0.25, 0.25, 2.0)
+    assert (merged.seconds, merged.sampled_tokens, merged.own_cpu_s) == (3.0, 15, 3.0)
+    assert merged.stages == {"agent": 1.0} and len(merged.graded) == 4

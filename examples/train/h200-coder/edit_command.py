@@ -10,7 +10,8 @@ the agent need not read it first:
         return a + b
     END
 
-Each call starts from the original file, keeps the line's indentation, and runs the failing tests. If they pass, the agent's run ends. The
+Each call starts from the original file, keeps the line's indentation, and runs the failing tests. A change that failed before is rejected
+without running them again. If they pass, the agent's run ends. The
 grader does not use the script: it runs the package's tests on the agent's work, as for every task.
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 import moves
 from tasks import is_small
 
-_SCRIPT_NAME, _ORIGINAL = "fix.py", ".fix/original"
+_SCRIPT_NAME, _ORIGINAL, _TRIED = "fix.py", ".fix/original", ".fix/tried"
 _SCRIPT = '''\
 """Replace a line of the original file, and run the tests: python3 fix.py LINE <<'END', the new line, END."""
 import pathlib, shlex, subprocess, sys, textwrap
@@ -43,6 +44,12 @@ lines = original.split("\\n")
 old = lines[number - 1]
 if new == old.strip():
     sys.exit(f"Line {{number}} already is `{{new}}`. Try another change.")
+tried = pathlib.Path("{tried}")
+before = tried.read_text() if tried.exists() else ""
+change = f"{{number}} {{new!r}}\\n"
+if change in before.splitlines(keepends=True):
+    sys.exit(f"This change of line {{number}} has failed before. Try another change, or another line.")
+tried.write_text(before + change)
 lines[number - 1] = textwrap.indent(new, old[: len(old) - len(old.lstrip())])
 pathlib.Path(file).write_text("\\n".join(lines))
 try:
@@ -71,7 +78,9 @@ def add_command(row: dict[str, Any]) -> dict[str, Any]:
         f"One line of the function `{name}` in `{path}` (lines {first} to {last}) is wrong:\n\n```\n{listing}\n```\n\n"
         f"{_find_failures(row['instruction'])}\n"
     )
-    script = _SCRIPT.format(constants=repr((path, first, last, tests)), original=_ORIGINAL, finished=_FINISHED)
+    script = _SCRIPT.format(
+        constants=repr((path, first, last, tests)), original=_ORIGINAL, tried=_TRIED, finished=_FINISHED
+    )
     files = {**row["files"], _SCRIPT_NAME: script, _ORIGINAL: text}
     return {**row, "instruction": instruction, "files": files}
 

@@ -74,17 +74,17 @@ async def _run(config: RunnerConfig, spec: AgentSpec, installed: Installation) -
         short_first=config.short_first,
     )
     plan = BatchPlan(
-        tasks=tuple(chosen),
+        tasks=tuple(chosen[config.share :: config.shares]),
         agent=spec,
         installed=installed,
         backend=get_backend(config.sandbox),
         model=config.model,
         name=config.name,
-        folder=Path(config.folder),
+        folder=Path(config.folder) / str(config.share),
         n=config.n,
         rounds=config.rounds,
         timeout_s=config.timeout_s,
-        bounds=Bounds(running=config.running),
+        bounds=Bounds(running=config.divide(config.running)),
         session={"sampling": {"temperature": 1.0}},
         model_limits=ModelLimits(context_tokens=CONTEXT, max_output_tokens=REPLY),
     )

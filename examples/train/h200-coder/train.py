@@ -43,7 +43,7 @@ from turngate.trainers.local.grpo import GrpoSettings, Learner, Step, Trainer, U
 import torch  # isort: skip  # after turngate.engines.local, which configures how torch's threads wait
 
 sys.path.append(str(Path(__file__).parents[1]))  # for the modules that both examples share
-from rollout_process import RunnerReport, record_result, run_rollouts, start_runner, train_beside
+from rollout_process import RunnerReport, record_result, run_rollouts, start_runners, train_beside
 
 HERE = Path(__file__).parent
 NAME = "coder"
@@ -79,7 +79,7 @@ async def evaluate(options: argparse.Namespace, address: GatewayAddress, name: s
         n=options.samples,
         steps=options.turns,
     )
-    report = await run_rollouts(HERE / "runner.py", config)
+    report = await run_rollouts(HERE / "runner.py", config, options.runners)
     record_result(options.out, **{name: summarize(report)})
     (options.out / f"{name}.json").write_bytes(msgspec.json.encode(report.graded))
 
@@ -179,9 +179,9 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         feed_config = FeedConfig(n=options.n, max_staleness=options.stale, groups="grpo.")
         async with (
             await Feed.open(gateway, "grpo", feed_config) as feed,
-            start_runner(HERE / "runner.py", config) as process,
+            start_runners(HERE / "runner.py", config, options.runners) as runners,
         ):
-            report = await train_beside(process, trainer, feed, steps=options.steps, minutes=options.minutes)
+            report = await train_beside(runners, trainer, feed, steps=options.steps, minutes=options.minutes)
         await gateway.delete_feed("grpo")
     record_result(options.out, grpo=describe_training(progress.steps, report, progress.seconds))
 
@@ -292,6 +292,9 @@ def main() -> None:
         help="token: all tokens of a step weigh the same; sequence: all rollouts, so that long ones do not count more",
     )
     parser.add_argument("--running", type=int, default=64, help="agents running at the same time")
+    parser.add_argument(
+        "--runners", type=int, default=1, help="processes that share these agents; a runner fills one core"
+    )
     parser.add_argument("--turns", type=int, default=STEPS, help="maximum number of steps of an agent")
     parser.add_argument("--edits", action="store_true", help="the tasks have the command of edit_command.py")
     parser.add_argument("--slots", type=int, default=96)

@@ -45,14 +45,18 @@ async def run_rollouts(config: RunnerConfig) -> BatchResult:
         spec = build_agent(config.python, socket)
         installed = ensure_installed(spec, report=lambda text: None)
         plan = BatchPlan(
-            tasks=tuple(tasks.read_tasks(f"{HERE / 'tasks.py'}:{config.tasks}", limit=config.count)),
+            tasks=tuple(
+                tasks.read_tasks(f"{HERE / 'tasks.py'}:{config.tasks}", limit=config.count)[
+                    config.share :: config.shares
+                ]
+            ),
             agent=spec,
             installed=installed,
             backend=get_backend(config.sandbox),
             model=config.model,
             folder=Path(config.folder),
             n=config.n,
-            bounds=Bounds(running=config.running),
+            bounds=Bounds(running=config.divide(config.running)),
             session={"sampling": {"temperature": config.temperature}},
             model_limits=ModelLimits(context_tokens=CONTEXT, max_output_tokens=REPLY),
         )

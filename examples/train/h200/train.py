@@ -47,7 +47,7 @@ from turngate.trainers.export import ExportChoices, RolloutFilter, export
 from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
 
 sys.path.append(str(Path(__file__).parents[1]))  # for the modules that both examples share
-from rollout_process import RunnerReport, record_result, run_rollouts, start_runner, train_beside
+from rollout_process import RunnerReport, record_result, run_rollouts, start_runners, train_beside
 from supervised import update
 
 HERE = Path(__file__).parent
@@ -224,8 +224,8 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         feed_config = FeedConfig(n=options.n, max_staleness=options.stale)
         async with await Feed.open(gateway, "grpo", feed_config) as feed:
             throttled = msgspec.structs.replace(config, feed="grpo", ahead=options.ahead * options.groups)
-            async with start_runner(RUNNER, throttled) as process:
-                report = await train_beside(process, trainer, feed, steps=options.steps, minutes=options.minutes)
+            async with start_runners(RUNNER, throttled) as runners:
+                report = await train_beside(runners, trainer, feed, steps=options.steps, minutes=options.minutes)
             await gateway.delete_feed("grpo")
     seconds = time.monotonic() - began
     spent = {name: round(value - cpu.get(name, 0.0), 2) for name, value in measure_threads().items()}
