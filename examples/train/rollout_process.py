@@ -2,8 +2,8 @@
 
 It is a separate process because hundreds of sandboxes per minute would otherwise compete with the sampling thread for the interpreter lock.
 The trainer's feed throttles it, so that it starts only groups that the trainer will need soon. It ends when its tasks are done or on
-SIGTERM, and then prints a `RunnerReport` as JSON. A runner needs 0.3 s of CPU time per rollout and uses little more than one core, so on a large
-machine several runners can share the tasks.
+SIGTERM, and then prints a `RunnerReport` as JSON. One runner starts and grades at most three or four rollouts per second, because it uses
+little more than one core. On a machine with many cores, several runners can share the tasks.
 """
 
 from __future__ import annotations

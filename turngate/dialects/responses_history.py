@@ -401,7 +401,8 @@ def _decode_other(item: _Item, where: str) -> Message:
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
         case kind:
             raise BadRequest(
-                f"{where}.type {kind!r} is not supported; send only messages, reasoning, function calls and their outputs",
+                f"{where}.type {kind!r} is not supported; send only messages, reasoning, and calls of function, custom or tool-search "
+                "tools with their outputs",
                 param=f"{where}.type",
             )
 
