@@ -25,8 +25,9 @@ from tests.api.kit import AGENT, SLEEP_S, open_client, program, write_script
 from tests.cli.kit import ROOT
 from tests.sandboxes.kit import processes, wait_until
 from tests.speed import scaled
+from turngate.api.task import iter_tasks
 from turngate.errors import BadRequest, ConfigError, TaskError
-from turngate.tasks.task import Part, Rubric, Swe
+from turngate.tasks.task import Part, Rubric, Swe, Task
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -362,6 +363,14 @@ async def test_invalid_argument_is_named(task: Any, options: Any, message: str) 
         await tg.run(task, **options)
     assert message in wrong.value.message, wrong.value.message
     assert wrong.value.param is not None or message.startswith("agent")
+
+
+def test_function_is_a_source_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("def load():\n    return [{'id': 'a', 'instruction': 'Do it.'}]\n")
+    monkeypatch.chdir(tmp_path)
+    assert [task.id for task in iter_tasks("own.py:load") if isinstance(task, Task)] == ["a"]
+    with pytest.raises(BadRequest, match=r"file\.py:function, not 'Do it\.'"):
+        next(iter_tasks("Do it."))
 
 
 async def test_unset_api_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

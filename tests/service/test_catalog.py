@@ -169,12 +169,21 @@ def test_custom_endpoint_needs_allowed_hosts() -> None:
         ),
         ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "must be an http or https URL"),
         ({"local://m": {}}, "because model_folder is not set"),
+        ({"vllm://q": {"tokenizer": "/x"}}, '"vllm://q".url is not set, but exact mode needs it'),
+        (
+            {"vllm://q": {"url": "http://h", "model_folder": "/x"}},
+            '"vllm://q".tokenizer is not set, but exact mode needs it',
+        ),
+        ({"openai://m": {"url": "ftp://h"}}, '"openai://m".url must be an http or https URL'),
+        ({"vllm://q": {"url": ["http://h", "h"], "tokenizer": "/x"}}, '"vllm://q".url must be an http or https URL'),
     ],
 )
 def test_invalid_entry_is_rejected_on_load(entry: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(None, {"endpoints": entry})
     assert word in raised.value.message and "sk-1" not in raised.value.message
+    # flags and settings of `turngate serve`, which an endpoint does not have
+    assert "--" not in raised.value.message and "engine_url" not in raised.value.message
 
 
 @pytest.mark.parametrize("host", ["https://a.com", "a.com/x", "*.a.com", ""])

@@ -81,7 +81,7 @@ def render_html(
 
 
 def render_html_table(results: Sequence[ResultData], facts: Sequence[str]) -> str:
-    """Render a list of results as an HTML table, with `facts` as its heading."""
+    """Render the first `_MAX_LINES` results as an HTML table, with `facts` as its heading."""
     lines = [
         f"<tr><td>{index}</td><td>{_escape(one.task_id)}</td><td>{_render_reward(one)}</td><td>{_escape(one.status)}</td>"
         f"<td>{len(one.turns)}</td><td>{one.sampled_tokens:,}</td><td>{one.wall_s:.1f}</td><td>{_escape(_failure_reason(one)[:200])}</td></tr>"
@@ -90,7 +90,7 @@ def render_html_table(results: Sequence[ResultData], facts: Sequence[str]) -> st
     heads = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     more = _render_hidden(len(results) - len(lines))
     return _wrap_page(
-        f'<div class="tg-head">{" · ".join(facts)}</div><table><tr>{heads}</tr>{"".join(lines)}</table>{more}'
+        f'<div class="tg-head">{_escape(" · ".join(facts))}</div><table><tr>{heads}</tr>{"".join(lines)}</table>{more}'
     )
 
 

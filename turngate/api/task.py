@@ -14,7 +14,7 @@ from turngate.errors import BadRequest, TaskError
 from turngate.service.config import ServiceConfig
 from turngate.service.planning import build_task, write_inputs
 from turngate.service.request import Base64File, RolloutRequest
-from turngate.tasks.loaders.load import HUB, read_tasks, scan_tasks, task_from_row
+from turngate.tasks.loaders.load import HUB, names_function, read_tasks, scan_tasks, task_from_row
 from turngate.tasks.task import Task
 from turngate.types import Json
 
@@ -59,11 +59,12 @@ def load_task(
 
 
 def iter_tasks(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
-    """Yield the tasks of an iterable, or of a source: a path or hf://…"""
+    """Yield the tasks of an iterable, or of a source: a path, hf://… or `file.py:function`."""
     if isinstance(tasks, str | Path):
-        if isinstance(tasks, str) and not _is_path(tasks):
+        if isinstance(tasks, str) and not (_is_path(tasks) or names_function(tasks)):
             raise BadRequest(
-                f"tasks must be a list of tasks or an existing path, not {tasks[:80]!r}; for a single instruction, use run() or group()",
+                f"tasks must be a list of tasks, an existing path, hf://org/name or file.py:function, not {tasks[:80]!r}; "
+                "for a single instruction, use run() or group()",
                 param="tasks",
             )
         yield from read_tasks(str(tasks))

@@ -60,10 +60,14 @@ def make_repair_tasks(options: MakeRepairsOptions) -> bool:
         image=options.image,
     )
     packages = [load_package(source) for source in options.sources]
-    if len({package.slug for package in packages}) < len(packages):
-        raise ConfigError(
-            "sources: several sources have the same package name; list each package once", param="sources"
-        )
+    named: dict[str, str] = {}
+    for package, source in zip(packages, options.sources, strict=True):
+        if package.slug in named:
+            raise ConfigError(
+                f"sources: {named[package.slug]} and {source} are both the package {package.name!r}; list each package once",
+                param="sources",
+            )
+        named[package.slug] = source
     splits = split_packages([package.name for package in packages], options.held_out, options.seed)
     made = asyncio.run(cancel_on_signal(_make_all(packages, options, settings, console), console))
     if made is None:

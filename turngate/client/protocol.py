@@ -263,7 +263,7 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=Fals
     refused: RefusedCalls | None = None
 
     def __getitem__(self, field: str) -> Json:
-        """Return a field as plain JSON. Deprecated: traces were dictionaries before 0.1.0."""
+        """Return a field as plain JSON. Deprecated, like all access by key: use the attributes instead."""
         return self._to_dict()[field]
 
     def get(self, field: str, default: Json = None) -> Json:

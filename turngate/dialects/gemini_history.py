@@ -196,9 +196,10 @@ def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
 
 
 def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
-    """Return a part's kind, which must be one of `kinds`. A part with only a signature is treated as empty text.
+    """Return a part's kind, which must be one of `kinds`.
 
-    `speaker` describes what contains the part, such as "user content", for the error message.
+    A part without a kind, such as one with only a signature, is treated as empty text. `speaker` describes what contains the part,
+    such as "user content", for the error message.
     """
     for name in part:
         if name in _EXTRA_FIELDS or name in kinds:

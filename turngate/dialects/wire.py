@@ -205,7 +205,10 @@ def require_any_tool(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
 
 
 def require_tool(tools: Sequence[Tool], name: str, field: str) -> Constraint:
-    """Build the constraint that the reply must be a call to the named tool. `field` is the request field that contains the name."""
+    """Build the constraint that the reply must be a call to the named tool.
+
+    If there is no such tool, raise `BadRequest`, which names `field` as the invalid request field.
+    """
     tool = next((t for t in tools if t.name == name), None)
     if tool is None:
         raise field_error(field, f"refers to {name!r}, which is not one of the tools")

@@ -92,7 +92,10 @@ class DoctorContext:
         return build_engine(config, renderer)
 
     async def health(self) -> list[tuple[str, Health]]:
-        """Return the URL and the health of every engine. Each engine is asked only once, however many checks need the answer."""
+        """Return the URL and the health of every engine.
+
+        The answers are cached, so each engine is asked only once, unless an error is raised.
+        """
         async with self._asking:
             if self._health is None:
                 self._health = [(url, health) for url in self.urls() for health in await self._ask(url)]

@@ -63,7 +63,9 @@ class StaleSessions:
                 if stale and self._sessions.is_open(session_id, digest):  # the id may have been reused
                     await self._sessions.end(session_id, "cancelled", STALE)
             except TurngateError as error:
-                log.warning("cannot check or cancel session %s, which may be stale: %s", session_id, error.message)
+                log.warning(
+                    "cannot check whether session %s is stale, or cannot cancel it: %s", session_id, error.message
+                )
 
     async def close(self) -> None:
         for task in list(self._tasks):

@@ -199,7 +199,7 @@ class E2BConnection:
         return bytes(data)
 
     async def fetch(self, path: str, target: Path) -> None:
-        with _map_errors(f"read {path}"), target.open("wb") as file:
+        with target.open("wb") as file, _map_errors(f"read {path}"):
             async with await self._sandbox.files.read(path, format="stream") as chunks:
                 async for chunk in chunks:
                     file.write(chunk)
@@ -225,7 +225,7 @@ def _import_sdk() -> ModuleType:
 
 @contextmanager
 def _map_errors(action: str) -> Iterator[None]:
-    """Convert the SDK's exceptions to `SandboxError`s whose messages do not contain the API key. `action` says what failed."""
+    """Convert all exceptions to `SandboxError`s whose messages do not contain the API key. `action` says what failed."""
     e2b = _import_sdk()
     try:
         yield

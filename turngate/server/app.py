@@ -232,9 +232,10 @@ class Gateway(ProjectGateway):
             self.quota_keeper.start()
 
     async def _apply_context_limit(self) -> None:
-        """Limit the context to what the engines support, unless a limit is configured.
+        """Limit the context to what the engines support, unless a limit is configured or has already been applied.
 
-        A cell calls this again later, because its engines may be added after it starts.
+        A cell calls this whenever its engines change, because it may have none when it starts. Engines that are added after a limit was
+        applied do not change it.
         """
         if self._has_context_limit or self.engine is None:
             return

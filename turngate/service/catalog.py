@@ -22,7 +22,7 @@ import msgspec
 from turngate.agents.spec import Dialect
 from turngate.client.keys import read_key
 from turngate.common.validation import suggestion
-from turngate.config import OBSERVED_ENGINES, EngineKind, ServeConfig
+from turngate.config import OBSERVED_ENGINES, EngineKind, ServeConfig, check_engine_url
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.service.request import Mode, parse_mode
@@ -34,6 +34,9 @@ Scheme = Literal[
 _KEY = re.compile(r"([a-z-]+)://([A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199})")
 # Strict, so that all programs parse an accepted URL in the same way.
 _URL = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(?::([0-9]{1,5}))?((?:/[A-Za-z0-9._~-]*)*)")
+_OPTION = re.compile(
+    r"--([a-z]+(?:-[a-z]+)*)"
+)  # in an error of `ServeConfig`; the fields of an endpoint have the same names
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _PORTS = {"http": 80, "https": 443}
 CUSTOM_PREFIX = "own-"  # prefix of the gateway names for callers' own endpoints; no kind of endpoint has this name
@@ -174,12 +177,28 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
         if self.mode is not None and self.mode not in self.allowed:
             raise ConfigError(f"{where}.mode must be one of {', '.join(self.allowed)}, not {self.mode}", param="mode")
+        self._check_server(where)
         for mode in self.allowed:
             try:
                 self.gateway_config(mode, data="")
             except ConfigError as error:
-                raise ConfigError(f"{where}: {error.message}", param=error.param) from None
+                message = _OPTION.sub(lambda option: option[1].replace("-", "_"), error.message)
+                raise ConfigError(f"{where}: {message}", param=error.param) from None
         return self
+
+    def _check_server(self, where: str) -> None:
+        """Validate what a gateway needs to reach an engine. The gateway's own errors would name settings that an endpoint does not have."""
+        for url in self.urls if self.scheme != "gateway" else ():
+            check_engine_url(url, f"{where}.url")
+        if "exact" in self.allowed and self.scheme in ("vllm", "sglang"):
+            for field, value, use in (
+                ("url", self.urls, "the URL of its server"),
+                ("tokenizer", self.tokenizer, "a folder, or a model in the Hugging Face cache"),
+            ):
+                if not value:
+                    raise ConfigError(
+                        f"{where}.{field} is not set, but exact mode needs it; set it to {use}", param=field
+                    )
 
     def gateway_config(self, mode: Mode, data: str) -> ServeConfig | None:
         """Build the settings of the endpoint's gateway. Return None if the service starts no gateway (`gateway://` or direct mode)."""

@@ -70,7 +70,10 @@ class Finalizer:
         return state, time.time()
 
     async def _read_recording(self, active: ActiveRollout) -> tuple[TraceView | None, list[ConversationMessage]]:
-        """Read the last events, the trace and the conversation from the rollout's gateway."""
+        """Store the rollout's last events. Return its trace and its conversation, or None and an empty list without a readable trace.
+
+        In direct mode, there are neither.
+        """
         if active.following is not None:
             await _cancel(active.following, active.id)
         if active.connection is None or active.choice.mode == "direct":

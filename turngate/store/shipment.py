@@ -104,7 +104,7 @@ SESSION_COLUMNS = ("id", "secret", "config", "opened", "closed", "status", "voca
 
 
 class ShipmentBatch(msgspec.Struct):
-    """The sessions of the outbox that were read, and those that were deleted or are damaged."""
+    """The result of reading sessions from the outbox: the shipments, and the sessions that no longer exist or are damaged."""
 
     shipments: list[tuple[UnshippedSession, Shipment]] = []
     deleted: list[UnshippedSession] = []

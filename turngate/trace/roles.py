@@ -266,7 +266,7 @@ class _Structure:
         return first if is_alike else None
 
     def _find_user(self, root: Context) -> Context | None:
-        """Return the first context of another line that quotes an answer of this conversation, or None."""
+        """Return the first context that quotes an answer of this conversation and belongs to another line, or None."""
         line = self._line[root.id]
         contexts = (context for turn in self._turns[root.id] for context in self._quoted_by.get(turn.id, ()))
         return next((context for context in contexts if self._line[context.root.id] is not line), None)
@@ -340,7 +340,10 @@ class _Structure:
         return _UNKNOWN if role == "unknown" else RoleDecision(role, "structure", why)
 
     def _decide_by_use(self, root: Context) -> RoleDecision | None:
-        """Return the role that follows from quotations between this conversation and other lines, or None if they decide nothing."""
+        """Return the role that follows from quotations between this conversation and other lines.
+
+        Return `unknown` if the quotations leave it open, and None if other rules may decide.
+        """
         if (user := self._find_user(root)) is not None:
             return RoleDecision("subagent", "structure", f"context {user.id} uses its answer")
         sources = [self._by_id[node].root for node in root.info.quotes or () if node in self._by_id]

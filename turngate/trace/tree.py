@@ -232,7 +232,8 @@ class Trace:
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
         """Return the deepest node up to which the request repeats a recent one byte for byte, and the number of messages up to there.
 
-        This is the fast path. If nodes on the path have twins, it ends before the first of them.
+        This is the fast path of `locate`. The match ends before the first node that has a twin, because bytes alone must not choose
+        between twins.
         """
         best: tuple[Node | None, int] = (None, 0)
         for recent in self._recent:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,8 @@ def read_trees(path: Path) -> Iterator[ExportedTree]:
             try:
                 record = parse_json(line)
             except ValueError as error:
-                raise ConfigError(f"{path}: line {number} cannot be read as JSON: {error}", param="path") from None
+                reason = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
+                raise ConfigError(f"{path}: line {number} cannot be read as JSON: {reason}", param="path") from None
             if not isinstance(record, dict):
                 raise ConfigError(f"{path}: line {number} is not a JSON object", param="path")
             try:

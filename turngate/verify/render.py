@@ -127,7 +127,10 @@ def _load_renderer(folder: Path, family: str) -> Renderer:
 def check_rendering(
     session: StoredSession, messages: NodeMessages, renderers: Renderers, results: CheckResults
 ) -> Renderer | None:
-    """Check contexts and turns against the chat template. Return the renderer, or None if it cannot be loaded or is not used."""
+    """Check that a tokenizer is recorded, and check contexts and turns by rendering and parsing them again.
+
+    Return the renderer, or None if it cannot be loaded or the session was only observed.
+    """
     with results.check("structure", "vocabulary", "the tokenizer of the ids is recorded") as vocabulary:
         exact = session.config.mode != "observe"
         known = not exact or bool(session.vocabulary and session.folder)

@@ -230,7 +230,7 @@ class RolloutEntry:
 
 
 def decode_or(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:
-    """Decode stored JSON. Return `otherwise` if that fails, so that a list can still be shown."""
+    """Decode stored JSON. Return `otherwise` if that fails, so that one damaged record does not break a whole view."""
     try:
         return decoder.decode(written)
     except (msgspec.DecodeError, UnicodeDecodeError):

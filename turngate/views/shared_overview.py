@@ -135,7 +135,10 @@ class SharedOverview:
         return row, explain_no_retry(row, listed.damage, lambda: pages.last_attempt(row.name))
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
-        """Return the rows that have changed since event number `after`, and the ids of rollouts that were deleted since then."""
+        """Return the rows that have changed since event number `after`, and the ids of rollouts that were deleted since then.
+
+        At most `MOST_CHANGED` rollouts are returned. If there are others, `more` is set, and the caller must load its lists again.
+        """
         cursor, now, pages = self.refresh(store), time.time(), _require_shared(store).rollout_pages
         touched = pages.find_changed(after, cursor, MOST_CHANGED)
         shown = touched[:MOST_CHANGED]

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import random
+import shutil
 import socket
 import tarfile
 import textwrap
@@ -401,6 +402,13 @@ def test_output_must_be_a_folder(folder: Path, tmp_path: Path) -> None:
     file.touch()
     done = CliRunner().invoke(app, ["tasks", "make", "repairs", str(folder), "--out", str(file)])
     assert done.exit_code == 2 and "file is not a folder" in done.output.replace("\n", "")
+
+
+def test_package_must_be_listed_once(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    command = ["tasks", "make", "repairs", str(folder), str(other), "--out", str(tmp_path / "x")]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "1000"})
+    assert done.exit_code == 2 and f"{folder} and {other} are both the package 'limits'" in done.output
 
 
 def test_wrong_hint(folder: Path, tmp_path: Path) -> None:

@@ -119,5 +119,5 @@ class Decoder:
         """Wait for all launched work."""
 
     def reset(self) -> None:
-        """Stop sampling in all slots, after a failure or a weight update."""
+        """Stop sampling in all slots, after a failure, a pause or a weight update."""
         self.state[1] = self.cache.spare

@@ -146,7 +146,7 @@ class Shipper:
             self.outbox.mark_announced(opened, superseded)
             for session in sorted(superseded):
                 log.warning(
-                    "the outcome of session %s will not count: its attempt is superseded or replaced in the shared store",
+                    "the outcome of session %s will not count: its attempt has been superseded in the shared store",
                     session,
                 )
 
@@ -159,7 +159,7 @@ class Shipper:
     def ship(self) -> int:
         """Ship due sessions, usually in one transaction. Return how many of them were found, which is at most `_SESSIONS`.
 
-        If these sessions are too large for one transaction (`_BYTES`), the next call ships the rest.
+        If these sessions are too large for one transaction (`_BYTES`), later calls ship the rest.
         """
         rows = self.outbox.find_due(time.time(), _SESSIONS)
         if not rows:

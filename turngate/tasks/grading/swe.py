@@ -308,7 +308,7 @@ async def _checksum_files(sandbox: Sandbox, test_files: _TestFiles) -> dict[str,
 async def _find_changed_settings(
     sandbox: Sandbox, folder: Path, work_files: set[str], base: set[str], checksums: Mapping[str, str]
 ) -> set[str]:
-    """Return the settings files in which the agent changed the pytest settings."""
+    """Return the settings files in which the agent changed the pytest settings, and the changed files that cannot be compared."""
     changed = set()
     for path in sorted(work_files | base):
         name = PurePosixPath(path).name

@@ -104,11 +104,16 @@ def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
         raise TaskError(f"task: no task in {where} matches {', '.join(only)}; available tasks: {listed}", param="only")
 
 
+def names_function(where: str) -> bool:
+    """Return whether a source has the form `module:function` or `file.py:function`."""
+    return _FUNCTION.fullmatch(where) is not None
+
+
 def load_single_task(where: str) -> Task:
     """Load one task from a folder or a text file. For a source of several tasks, raise a `TaskError` that says how to run them."""
     if where.startswith(HUB):
         kind = "a data set"
-    elif _FUNCTION.fullmatch(where) and not path_exists(where):
+    elif names_function(where) and not path_exists(where):
         kind = "a function that returns tasks"
     else:
         return harbor.load_task(Path(where))

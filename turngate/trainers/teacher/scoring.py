@@ -76,8 +76,9 @@ class _TeacherCall(msgspec.Struct, frozen=True):
 class Teacher:
     """Scores rows. `submit` starts the calls for the rows of a rollout, `wait` waits for all calls, and `columns` returns the scores.
 
-    If the teacher is unreachable or busy even after retries, `submit` and `wait` raise `TeacherUnavailable`. If it rejects a call, or its
-    reply is invalid, only the rows that contain turns of that call have no scores.
+    `submit` and `wait` raise `TeacherUnavailable` if the teacher times out, or if it is still unreachable or busy after retries. They raise
+    `ConfigError` if its vocabulary differs from that of the rows or cannot be compared. If the teacher rejects a call, or its reply is
+    invalid, only the rows that contain turns of that call have no scores.
     """
 
     def __init__(
