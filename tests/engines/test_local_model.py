@@ -167,7 +167,7 @@ def test_unsupported_model_is_rejected(change: dict[str, Any], words: str, tmp_p
 )
 def test_damaged_configuration_is_rejected(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.json is not the configuration of a model"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read as a model configuration"):
         read_shape(tmp_path)
 
 

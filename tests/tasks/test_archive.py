@@ -254,7 +254,7 @@ def test_task_cannot_refer_to_files_outside_its_archive(
 ) -> None:
     packed = cache.store(Task(id="t", instruction="x", files=write_files(tmp_path / "files", {"a": "a"})))
     task = Task(id="t", instruction="x", **fields)
-    with pytest.raises(ArchiveError, match="paths in its archive must be relative"):
+    with pytest.raises(ArchiveError, match="a packed task may refer only to paths inside its archive"):
         cache.open_task(PackedTask(task=task, archive=packed.archive), {})
     with pytest.raises(ArchiveError, match="the rollout's order specifies no archive"):
         cache.open_task(PackedTask(task=task), {})

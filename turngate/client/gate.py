@@ -2,10 +2,12 @@
 
     async with GatewayClient(url, key) as client, RemoteGate(client) as gate:
         async for call in gate:
-            await call.answer(*sample(call.prompt, call.max_tokens, call.sampling))
+            ids, logprobs = await asyncio.to_thread(sample, call.prompt, call.max_tokens, call.sampling)
+            await call.answer(ids, logprobs)
 
 A call is leased to the trainer that takes it. The lease is renewed while the gate is open and its event loop is running. If the process
-dies, the leases of its calls expire. Calls that it has answered in part then fail, and other trainers can take the rest. Sampling must not
+dies, the leases of its calls expire. Then the calls that it had answered in part fail, and other trainers can take its other calls. Sampling
+must not
 block the event loop for so long that a lease expires: sample in a thread (`asyncio.to_thread`), or choose a longer lease.
 """
 

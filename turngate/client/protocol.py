@@ -163,7 +163,7 @@ class AttemptList(msgspec.Struct, frozen=True):
 
 
 class SupersededAttempt(msgspec.Struct, Generic[OutcomeT], frozen=True):
-    """An attempt after a request to supersede it. Unless its state is `superseded`, it has an outcome, which the caller must use."""
+    """An attempt after a request to supersede it. If its state is `superseded`, its outcome does not count; otherwise, the caller must use it."""
 
     attempt: AttemptRow
     outcome: OutcomeT | None

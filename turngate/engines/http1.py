@@ -18,6 +18,7 @@ import httptools
 # Reading from the engine pauses above this many unread bytes, because handling more at once would block the event loop for too long.
 _PAUSE_AT = 2**20
 _MAX_HEAD = 2**16  # bytes
+_NAME_MISMATCH = (62, 63, 64)  # OpenSSL's codes for a certificate of another host name, email or IP address
 
 
 class ConnectFailed(OSError):
@@ -96,7 +97,9 @@ class ConnectionPool:
             connection.abort()  # the connection may have been established at the last moment
             raise ConnectFailed("the connection attempt timed out") from None
         except ssl.SSLCertVerificationError as error:
-            raise ConnectFailed("the server's TLS certificate could not be verified") from error
+            # The verifier's own message would contain the host name, which an agent must not see.
+            reason = "it is for another host name" if error.verify_code in _NAME_MISMATCH else error.verify_message
+            raise ConnectFailed(f"the server's TLS certificate could not be verified: {reason}") from error
         except ssl.SSLError as error:
             raise ConnectFailed("the TLS handshake failed") from error
         except OSError as error:

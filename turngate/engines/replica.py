@@ -21,7 +21,7 @@ _POLL_SHARE = 50  # requesting load reports takes at most 1/50 of the time
 
 @runtime_checkable
 class HasLanes(Protocol):
-    """An engine that may have several data-parallel ranks. Its lanes share its connections, so only the engine is started and closed."""
+    """An engine that may have several data-parallel ranks, each of which is a lane. Lanes use its connections, so they are not started or closed."""
 
     def lanes(self) -> Sequence[Engine]: ...
 

@@ -114,7 +114,7 @@ def is_stale(session: Session, oldest: int) -> bool:
     """Return whether a turn that would be trained was sampled before version `oldest`.
 
     A conversation with only one turn and no tools is ignored: it may be a request for a title before the actual work begins, and titles are
-    not trained.
+    not trained by default.
     """
     turns = list(session.trace.turns())
     if not any(turn.info.version_start < oldest for turn in turns):

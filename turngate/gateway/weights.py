@@ -272,7 +272,7 @@ class WeightUpdates:
                     await self._barrier.open(None, None, expired=expired, check=True)
                 break
             except TurngateError as error:
-                log.warning("calls are still held: %s; retrying", error.message)
+                log.warning("cannot resume calls yet: %s; retrying", error.message)
             await asyncio.sleep(_RETRY_S)
         if self._replicas.is_frozen:
             self._retry_thaw()

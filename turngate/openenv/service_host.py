@@ -43,7 +43,7 @@ class ServiceHost:
                 raise
 
     def stop(self) -> None:
-        """Abort all running rollouts, remove their sandboxes, and stop the service."""
+        """Abort all running and queued rollouts, remove their sandboxes, and stop the service."""
         with self._starting:
             self._close()
 

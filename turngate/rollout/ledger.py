@@ -2,7 +2,7 @@
 
     {"type":"batch", …}      the first line, which identifies the batch
     {"type":"begun", …}      an attempt is starting; written before its session is opened, with the session's id
-    {"type":"ended", …}      an attempt ended and its rollout may run again: infrastructure fault, cancelled, stale, or its machine was lost
+    {"type":"ended", …}      an attempt ended and its rollout may run again: infrastructure fault, cancelled, stale, or lost
     {"type":"unrecorded", …} a rollout is done, but the gateway has not recorded its outcome yet
     {"type":"finished", …}   a rollout is finished
     {"type":"reopened", …}   a finished rollout will run again, because someone requested a retry

@@ -25,9 +25,9 @@ async def supersede_after_lease(
     session: str,
     note: Callable[[str], None] = lambda text: None,
 ) -> SupersededAttempt[SessionOutcome]:
-    """Supersede an attempt as soon as its cell's lease has ended, unless the attempt already has an outcome.
+    """Supersede an attempt as soon as its session was shipped or its cell's lease has ended, unless it already has an outcome.
 
-    If the lease has not ended yet, `note` is called once.
+    If neither is the case yet, `note` is called once.
     """
     is_noted = False
     while True:

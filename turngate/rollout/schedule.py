@@ -108,7 +108,7 @@ class Schedule:
                 yield [RolloutItem(f"{group}.{index}", task, number, index) for index in range(self._plan.n)]
 
     def add_retry(self, item: RolloutItem, wait_s: float = 0.0) -> None:
-        """Schedule a retry that is due in `wait_s` seconds."""
+        """Schedule a retry that is due in `wait_s` seconds. Waiting workers do not see it until `notify` or `end_attempt` is called."""
         heapq.heappush(self._retries, (time.monotonic() + wait_s, next(self._order), item))
 
     def add_retry_after_fault(self, item: RolloutItem, faults: int) -> None:

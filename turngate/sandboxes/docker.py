@@ -294,7 +294,7 @@ class DockerSandbox(PosixSandbox):
 class DockerJob:
     """A command that runs through `docker exec`.
 
-    A `standalone` job starts no other processes, and survives when the agent's job is killed.
+    A `standalone` job starts no other processes. It survives when the agent's job is killed, unless the whole container must be killed.
     """
 
     def __init__(

@@ -65,4 +65,4 @@ async def spawn_docker(
             "docker is not installed; run `apt-get install docker.io`, or see https://docs.docker.com"
         ) from error
     except (OSError, ValueError) as error:
-        raise SandboxError(f"cannot start docker: {error}") from error
+        raise SandboxError(f"cannot run the `docker` command: {error}") from error

@@ -532,7 +532,7 @@ def owner_labels() -> dict[str, str]:
 
 
 def host_label() -> dict[str, str]:
-    """Return the label of sandboxes created on this machine. Whether an owner has ended can be checked only for these sandboxes."""
+    """Return the label of sandboxes created on this machine. Only for these can `is_abandoned` know whether their process has ended."""
     return {"turngate-host": owner_labels()["turngate-host"]}
 
 

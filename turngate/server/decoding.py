@@ -1,4 +1,4 @@
-"""Decode the typed body and the typed query of a request, and explain any error in them."""
+"""Decode a request's body and query into typed objects. Errors name the invalid field."""
 
 from __future__ import annotations
 

@@ -115,9 +115,14 @@ class HostedProjects:
         project = self._open.pop(name, None)
         if project is not None:
             log.warning("project %s was deleted; ending its requests and closing its store", name)
-            await asyncio.to_thread(self._host.detach_project, project)  # waits until a shipment in progress has ended
-            await project.end_requests()
-            await project.close()
+            try:
+                # waits until a shipment in progress has ended
+                await asyncio.to_thread(self._host.detach_project, project)
+                await project.end_requests()
+                await project.close()
+            except BaseException:
+                self._open[name] = project  # for the next try
+                raise
         folder = Path(self._host.config.data) / "projects" / name
         if not self._host.config.is_shared and self._host.shard.number == 0:
             await asyncio.to_thread(_remove_folder, folder)

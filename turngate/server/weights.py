@@ -40,8 +40,8 @@ class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/fence/resume`.
 
     `version` is the policy version at which calls resume; `null` keeps the current version. `model` is the name under which the engine
-    serves a new version; an empty string means the engine's own model. For a new version, `null` means the same, but is rejected if the
-    current version has a model name.
+    serves a new version, or an empty string for the engine's own model. If the current version is served under a model name, a new version
+    must set `model`; otherwise, `null` also means the engine's own model.
     """
 
     version: Version | None = None

@@ -160,7 +160,7 @@ def _join_pieces(
 
 
 def _decode_piece(row: tuple[Any, ...], side: SideRange) -> SideValues | None:
-    """Return the values of a piece, or None if it is damaged or does not match what its turn lists."""
+    """Return the values of a piece. Return None if it is damaged, or if its type or shape differs from the one recorded in its turn."""
     node, name, first, dtype, shape, data, checksum = row
     if dtype != side.dtype or shape != "x".join(map(str, side.shape)):
         return None

@@ -155,7 +155,7 @@ class ArchiveCache:
                 raise ArchiveError(f"task {task.id} refers to {path}, but the rollout's order specifies no archive")
             if path.is_absolute() or ".." in path.parts:
                 raise ArchiveError(
-                    f"task {task.id} refers to {path}, but paths in its archive must be relative and must not contain '..'"
+                    f"task {task.id} refers to {path}, but a packed task may refer only to paths inside its archive, without '..'"
                 )
             return root / path
 

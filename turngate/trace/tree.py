@@ -201,7 +201,7 @@ class RefusedCalls(msgspec.Struct, frozen=True):
 
 
 class Trace:
-    """The tree of one session, and a summary of the refused calls, which are not in the tree."""
+    """The tree of one session. Refused calls are not in it; `refused` summarizes those that the agent did not repeat successfully."""
 
     def __init__(self) -> None:
         self.refused: RefusedCalls | None = None

@@ -482,7 +482,7 @@ class SessionReader:
         with self._snapshot():
             record = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
             if record is None:
-                raise NotFound(f"session {session_id!r} is not recorded here")
+                raise NotFound(f"session {session_id!r} was not found in {self.path}")
             nodes = self._db.execute(_NODES, (record["key"],)).fetchall()
             stored = self._db.execute(_PREAMBLES, (record["key"],)).fetchall()
             related = self._read_related(record["key"], session_id)

@@ -77,7 +77,8 @@ def read_shape(folder: Path) -> Shape:
         raise ConfigError(f"model folder: {path} cannot be read ({error.strerror})", param="model_folder") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"model folder: {path} is not the configuration of a model that the local engine supports ({', '.join(_MODEL_TYPES)}): {error}",
+            f"model folder: {path} cannot be read as a model configuration: {error}; check the file, or choose a model of one of these "
+            f"types: {', '.join(_MODEL_TYPES)}",
             param="model_folder",
         ) from None
     if config.model_type not in _MODEL_TYPES:

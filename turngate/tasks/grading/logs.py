@@ -251,7 +251,7 @@ def _find_foreign_parser(name: str) -> ForeignParser:
     names = available.repos if kind == "swebench" and "/" in rest else available.parsers
     raise TaskError(
         f"log_parser: swebench has no parser for {rest!r}; use {kind}:NAME with one of these names: {', '.join(names)}; "
-        "or use 'pytest' for pytest's output",
+        f"or use one of Turngate's own parsers: {', '.join(_OWN_PARSERS)}",
         param="log_parser",
     )
 

@@ -145,7 +145,7 @@ class Teacher:
             self._refused.update(dict.fromkeys(digest_turns(row.ids, _list_spans(row)), reason))
 
     def wait(self) -> None:
-        """Wait until all calls have ended."""
+        """Wait until all calls have ended. Raise the error that ended the scoring, if any."""
         for future in self._running:
             future.result()
         self._running = []
