@@ -6,9 +6,8 @@
             await call.answer(ids, logprobs)
 
 A call is leased to the trainer that takes it. The lease is renewed while the gate is open and its event loop is running. If the process
-dies, the leases of its calls expire. Then the calls that it had answered in part fail, and other trainers can take its other calls. Sampling
-must not
-block the event loop for so long that a lease expires: sample in a thread (`asyncio.to_thread`), or choose a longer lease.
+dies, the leases of its calls expire. Then the calls that it had answered in part fail, and other trainers can take its other calls.
+Sampling must not block the event loop for so long that a lease expires: sample in a thread, as above, or choose a longer lease.
 """
 
 from __future__ import annotations

@@ -163,7 +163,10 @@ class AttemptList(msgspec.Struct, frozen=True):
 
 
 class SupersededAttempt(msgspec.Struct, Generic[OutcomeT], frozen=True):
-    """An attempt after a request to supersede it. If its state is `superseded`, its outcome does not count; otherwise, the caller must use it."""
+    """An attempt after a request to supersede it.
+
+    If its state is `superseded`, its outcome does not count. Otherwise, the caller must use the outcome.
+    """
 
     attempt: AttemptRow
     outcome: OutcomeT | None

@@ -38,8 +38,8 @@ def call_id_from_wire(wire: str) -> str:
 def wrap_arguments(arguments: str) -> str:
     """Return a call's arguments as a JSON object, which clients require.
 
-    Empty arguments become `{}`. Arguments that are not an object, are nested very deeply, or look like wrapped arguments are wrapped, as text,
-    in an object.
+    Empty arguments become `{}`. Arguments that are not an object, are nested very deeply, or look like wrapped arguments are wrapped, as
+    text, in an object.
     """
     try:
         value = orjson.loads(arguments or "{}")

@@ -21,7 +21,10 @@ _POLL_SHARE = 50  # requesting load reports takes at most 1/50 of the time
 
 @runtime_checkable
 class HasLanes(Protocol):
-    """An engine that may have several data-parallel ranks, each of which is a lane. Lanes use its connections, so they are not started or closed."""
+    """An engine that may have several data-parallel ranks, each of which is a lane.
+
+    Lanes use the engine's connections, so they are not started or closed.
+    """
 
     def lanes(self) -> Sequence[Engine]: ...
 
