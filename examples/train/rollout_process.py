@@ -10,27 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient
+from turngate.errors import TurngateError
 from turngate.rollout.batch import Batch, BatchResult
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.throttle import TrainerThrottle, no_throttle
+from turngate.rollout.throttle import no_throttle
 
 if TYPE_CHECKING:
     from turngate.trainers.local.grpo import Trainer  # imports torch, which the runner does not need
+
+
+TaskT = TypeVar("TaskT")
+_COUNT_BYTES = 8
 
 
 class GatewayAccess(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +50,16 @@ class GatewayAccess(msgspec.Struct, frozen=True, kw_only=True):
     ahead: int = 1  # groups ahead of the trainer
     share: int = 0  # which part of the tasks this runner runs
     shares: int = 1  # number of runners that share the tasks
+    started: str = ""  # file in which each runner writes how many groups it has started
 
-    def divide(self, count: int) -> int:
+    def choose_share(self, tasks: Sequence[TaskT]) -> tuple[TaskT, ...]:
+        if self.share >= len(tasks):
+            raise SystemExit(f"there are only {len(tasks)} tasks for {self.shares} runners; lower --runners")
+        return tuple(tasks[self.share :: self.shares])
+
+    def divide(self, limit: int) -> int:
         """Return the part of a limit that applies to this runner."""
-        return -(-count // self.shares)
+        return -(-limit // self.shares)
 
 
 class RolloutLine(msgspec.Struct, frozen=True):
@@ -69,7 +83,7 @@ class RunnerReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     sampled_tokens: int
     own_cpu_s: float
-    children_cpu_s: float  # sandboxes, relays and agents, without agents of a fork server, which are not our children
+    children_cpu_s: float  # sandboxes, relays, agents, graders, and the fork servers with their agents
     stages: dict[str, float]
     messages: list[str]
     stopped: str
@@ -82,7 +96,7 @@ class RunnerReport(msgspec.Struct, frozen=True, kw_only=True):
 async def run_batch(plan: BatchPlan, access: GatewayAccess) -> BatchResult:
     """Run the batch to its end, or until SIGTERM."""
     async with GatewayClient(access.url, access.key) as gateway, GatewayConnector(gateway.url) as connector:
-        throttle = TrainerThrottle(access.divide(access.ahead)) if access.feed else None
+        throttle = SharedThrottle(access) if access.feed else None
         batch = Batch(plan, gateway, connector, throttle=throttle or no_throttle)
         running = asyncio.create_task(batch.run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
@@ -96,9 +110,39 @@ async def run_batch(plan: BatchPlan, access: GatewayAccess) -> BatchResult:
         return batch.result
 
 
-async def _follow_feed(gateway: GatewayClient, access: GatewayAccess, throttle: TrainerThrottle) -> None:
+class SharedThrottle:
+    """Keeps all runners together at most `ahead` groups ahead of the trainer.
+
+    A runner that has ended, or has only groups without rollouts, does not hold up the others.
+    """
+
+    def __init__(self, access: GatewayAccess) -> None:
+        self._access = access
+        self._trained = 0
+
+    def mark_trained(self, groups: int) -> None:
+        self._trained = max(self._trained, groups)
+
+    async def __call__(self, number: int) -> None:
+        """Wait until the group after this runner's first `number` groups may start."""
+        while self._write(number) >= self._trained + self._access.ahead:
+            await asyncio.sleep(0.05)
+        self._write(number + 1)
+
+    def _write(self, number: int) -> int:
+        """Write how many groups this runner has started. Return how many all runners have started."""
+        with open(self._access.started, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), number.to_bytes(_COUNT_BYTES), self._access.share * _COUNT_BYTES)
+            counts = os.pread(file.fileno(), self._access.shares * _COUNT_BYTES, 0)
+        return sum(int.from_bytes(counts[at : at + _COUNT_BYTES]) for at in range(0, len(counts), _COUNT_BYTES))
+
+
+async def _follow_feed(gateway: GatewayClient, access: GatewayAccess, throttle: SharedThrottle) -> None:
     while True:
-        throttle.mark_trained((await gateway.show_feed(access.feed)).committed // access.shares)
+        try:
+            throttle.mark_trained((await gateway.show_feed(access.feed)).committed)
+        except TurngateError as error:
+            print(f"cannot read the feed: {error.message}; retrying", file=sys.stderr)
         await asyncio.sleep(0.1)
 
 
@@ -137,6 +181,8 @@ async def start_runners(
 ) -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """Start `count` processes of `runner.py`, which share the tasks. Each reads its configuration as JSON from stdin."""
     processes: list[asyncio.subprocess.Process] = []
+    descriptor, started = tempfile.mkstemp(prefix="started-")
+    os.close(descriptor)
     try:
         for share in range(count):
             process = await asyncio.create_subprocess_exec(
@@ -148,14 +194,17 @@ async def start_runners(
             )
             processes.append(process)
             assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(msgspec.structs.replace(config, share=share, shares=count)))
+            own = msgspec.structs.replace(config, share=share, shares=count, started=started)
+            process.stdin.write(msgspec.json.encode(own))
             process.stdin.close()
         yield processes
     finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        running = [process for process in processes if process.returncode is None]
+        for process in running:
+            process.kill()
+        for process in running:
+            await process.wait()
+        os.unlink(started)
 
 
 async def read_reports(processes: Sequence[asyncio.subprocess.Process]) -> RunnerReport:
@@ -172,7 +221,7 @@ async def _read_report(process: asyncio.subprocess.Process) -> RunnerReport:
 
 
 def merge_reports(reports: Sequence[RunnerReport]) -> RunnerReport:
-    """Add up reports of runners that ran at the same time. A mean is weighted by the number of rollouts that it was computed from."""
+    """Add up reports of runners that ran at the same time. Means are weighted by the number of rollouts."""
     kinds: Counter[str] = Counter()
     for report in reports:
         kinds.update(report.kinds)
@@ -192,7 +241,9 @@ def merge_reports(reports: Sequence[RunnerReport]) -> RunnerReport:
             name: round(_weigh((report.stages.get(name), report.rollouts) for report in reports) or 0.0, 3)
             for name in names
         },
-        messages=[message for report in reports for message in report.messages][:8],
+        messages=[text for texts in zip_longest(*(report.messages for report in reports)) for text in texts if text][
+            :8
+        ],
         stopped="; ".join(dict.fromkeys(report.stopped for report in reports if report.stopped)),
         graded=[line for report in reports for line in report.graded],
     )

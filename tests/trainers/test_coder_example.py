@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -12,12 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.tasks.task import Solution, Task
 
 FOLDER = Path(__file__).parents[2] / "examples" / "train" / "h200-coder"
+sys.path.append(str(FOLDER.parent))  # for rollout_process
 INSTRUCTION = "The bug is in the function `f` in `a.py` (lines 1 to 3).\n\nRun them with:\n\n```\npython3 -m pytest -q t.py\n```\n"
 SOURCE = "class A:\n    def f(self, a, b):\n        if a < b:\n            return a + 1\n        return b\n"
 
@@ -217,11 +220,12 @@ def test_edit_command_changes_one_line_of_the_original(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     for line, new in (("3", "x"), ("two", "x"), ("2", "")):
         assert run_fix(tmp_path, line, new).stderr.startswith("Use: python3 fix.py LINE")
+    assert "exactly one new line" in run_fix(tmp_path, "2", "return a + 1\n    return a").stderr
     assert "already is `return a + 2`" in run_fix(tmp_path, "2", "return a + 2").stderr
     failed = run_fix(tmp_path, "1", "def f(a, b):")
     assert failed.returncode == 1 and "With this change, the tests still fail: TypeError: " in failed.stderr
     assert (tmp_path / "src" / "a.py").read_text() == ROW["files"]["src/a.py"]  # type: ignore[index]
-    assert "has failed before" in run_fix(tmp_path, "1", "  def f(a, b):").stderr
+    assert "already failed" in run_fix(tmp_path, "1", "  def f(a, b):").stderr
     assert "the tests still fail" in run_fix(tmp_path, "2", "def f(a, b):").stderr
     passed = run_fix(tmp_path, "2", "return a + 1")  # keeps the indentation, and restores line 1
     assert passed.returncode == 0 and passed.stdout.startswith("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
@@ -230,7 +234,6 @@ def test_edit_command_changes_one_line_of_the_original(tmp_path: Path) -> None:
 
 def test_reports_of_several_runners_add_up() -> None:
     module = load_module("compare")
-    sys.path.append(str(FOLDER.parent))
     from rollout_process import RunnerReport, merge_reports
 
     def report(rewards: list[float], **more: Any) -> Any:
@@ -257,3 +260,49 @@ def test_reports_of_several_runners_add_up() -> None:
     assert (merged.reward, merged.passed, merged.turns) == (0.25, 0.25, 2.0)
     assert (merged.seconds, merged.sampled_tokens, merged.own_cpu_s) == (3.0, 15, 3.0)
     assert merged.stages == {"agent": 1.0} and len(merged.graded) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "command"),
+    [
+        ("I do.\n```bash\nls\n```", "ls"),
+        ("I do.\n```\nls\n```\nDone.", "ls"),
+        ("```bash\nls\n```\n```bash\nrm x\n```", "ls"),
+        ("```python\nreturn 1\n```\nNow run\n```bash\nls\n```", "ls"),
+        ("```python\nreturn 1\n```\nNow run this:\n```\nls\n```", None),
+        ("```python\nreturn 1\n```\nand\n```python\nreturn 2\n```", None),
+        ("```bash\nls", None),
+        ("ls", None),
+    ],
+)
+def test_command_of_an_answer(answer: str, command: str | None) -> None:
+    found = re.findall(load_module("agent").ACTION, answer, re.DOTALL)
+    assert found == ([] if command is None else [command])
+
+
+async def test_runners_share_a_throttle(tmp_path: Path) -> None:
+    from rollout_process import GatewayAccess, SharedThrottle
+
+    (tmp_path / "started").touch()
+    access = GatewayAccess(url="", key="", feed="f", ahead=3, shares=2, started=str(tmp_path / "started"))
+    first, second = SharedThrottle(access), SharedThrottle(msgspec.structs.replace(access, share=1))
+    for start in (first(0), second(0), first(1)):
+        await asyncio.wait_for(start, 5)
+    waiting = asyncio.create_task(first(2))
+    done, _ = await asyncio.wait({waiting}, timeout=0.2)
+    assert not done
+    first.mark_trained(1)  # now three groups after it may be in progress
+    await asyncio.wait_for(waiting, 5)
+    first.mark_trained(100)
+    for number in range(3, 90):  # the other runner has ended
+        await asyncio.wait_for(first(number), 5)
+
+
+def test_each_task_has_one_runner() -> None:
+    from rollout_process import GatewayAccess
+
+    shares = [GatewayAccess(url="", key="", share=share, shares=3) for share in range(3)]
+    assert sorted(task for access in shares for task in access.choose_share(list(range(8)))) == list(range(8))
+    assert sum(access.divide(8) for access in shares) >= 8
+    with pytest.raises(SystemExit, match="lower --runners"):
+        shares[2].choose_share([1, 2])

@@ -20,7 +20,7 @@ from turngate.agents.install import ensure_installed
 from turngate.agents.installation import Installation
 from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
-CONTEXT, REPLY = 8192, 320  # tokens
+CONTEXT, REPLY = 8192, 320  # default limits of a rollout and of an answer, in tokens
 STEPS = 10  # default of the maximum number of steps
 COMMAND_S = 8  # time limit of a command, in seconds; a change may make the tests hang
 MAX_OUTPUT = 6000  # characters of a command's output that the model sees
@@ -51,6 +51,9 @@ END
 
 If the tests still fail, change the line in another way, or try another line."""
 EDIT_QUESTION = "{{task}}\nWhich line is wrong? Answer with one sentence and one bash block."
+_LABEL = "(?:bash|sh|shell|mswea_bash_command)"
+# The first block with a label, or else the first block, if it has none. The end of a Python block does not begin a block.
+ACTION = rf"\A(?:(?=.*```{_LABEL}[ \t]*\n).*?```{_LABEL}|(?:(?!```).)*```)[ \t]*\n(.*?)\n?```.*\Z"
 OBSERVATION = f"""\
 exit code {{{{ output.returncode }}}}
 {{% if output.output | length < {MAX_OUTPUT} -%}}
@@ -81,7 +84,7 @@ environment:
   env: {json.dumps(env)}
 model:
   model_class: litellm_textbased
-  action_regex: '\A.*?```(?:bash|sh|shell|mswea_bash_command)?[ \t]*\n(.*?)\n?```.*\Z'
+  action_regex: {json.dumps(ACTION)}
   format_error_template: "Your answer must have a bash block with a command."
   observation_template: {json.dumps(OBSERVATION)}
 """

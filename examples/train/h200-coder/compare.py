@@ -20,7 +20,8 @@ import msgspec
 sys.path.append(str(Path(__file__).parents[1]))  # for the modules that both examples share
 from rollout_process import RolloutLine
 
-SHORTEST = 3  # turns of a rollout whose first change is right: read the function, change a line, finish
+# Turns of a rollout whose first change is right: read the function, change a line, finish. With the edit command, it is one turn.
+SHORTEST = 3
 _DRAWS = 2000
 
 
@@ -45,9 +46,9 @@ def compare(rates: Mapping[str, float], start: Mapping[str, float]) -> tuple[flo
     return sum(differences) / len(differences), find_interval(differences)
 
 
-def count_solved_at_once(graded: Sequence[RolloutLine]) -> int:
-    """Return the number of rollouts that were solved by their first change."""
-    return sum(one.reward >= 1 and one.turns <= SHORTEST for one in graded)
+def count_solved_at_once(graded: Sequence[RolloutLine], shortest: int = SHORTEST) -> int:
+    """Return the number of rollouts that were solved by their first change, in at most `shortest` turns."""
+    return sum(one.reward >= 1 and one.turns <= shortest for one in graded)
 
 
 def describe(file: Path, start: Mapping[str, float] | None) -> dict[str, Any]:

@@ -10,8 +10,8 @@ the agent need not read it first:
         return a + b
     END
 
-Each call starts from the original file, keeps the line's indentation, and runs the failing tests. A change that failed before is rejected
-without running them again. If they pass, the agent's run ends. The
+Each call starts from the original file, keeps the line's indentation, and runs the failing tests. A change that already failed is rejected
+without rerunning the tests. If they pass, the agent's run ends. The
 grader does not use the script: it runs the package's tests on the agent's work, as for every task.
 """
 
@@ -24,21 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import moves
-from tasks import is_small
+from tasks import count_lines, is_small
 
 _SCRIPT_NAME, _ORIGINAL, _TRIED = "fix.py", ".fix/original", ".fix/tried"
 _SCRIPT = '''\
 """Replace a line of the original file, and run the tests: python3 fix.py LINE <<'END', the new line, END."""
-import pathlib, shlex, subprocess, sys, textwrap
+import pathlib, shlex, subprocess, sys
 
 file, first, last, tests = {constants}
 usage = f"Use: python3 fix.py LINE <<'END', then the new line, then END; LINE is a number from {{first}} to {{last}}"
 words = sys.argv[1:]
 if len(words) != 1 or not words[0].isdecimal() or not first <= int(words[0]) <= last:
     sys.exit(usage)
-number, new = int(words[0]), textwrap.dedent(sys.stdin.read().strip("\\n")).rstrip()
+number, new = int(words[0]), sys.stdin.read().strip()
 if not new:
     sys.exit(usage)
+if "\\n" in new:
+    sys.exit("Only one line is wrong, so give exactly one new line.")
 original = pathlib.Path("{original}").read_text()
 lines = original.split("\\n")
 old = lines[number - 1]
@@ -48,15 +50,16 @@ tried = pathlib.Path("{tried}")
 before = tried.read_text() if tried.exists() else ""
 change = f"{{number}} {{new!r}}\\n"
 if change in before.splitlines(keepends=True):
-    sys.exit(f"This change of line {{number}} has failed before. Try another change, or another line.")
-tried.write_text(before + change)
-lines[number - 1] = textwrap.indent(new, old[: len(old) - len(old.lstrip())])
+    sys.exit(f"This change to line {{number}} already failed. Try another change, or another line.")
+lines[number - 1] = old[: len(old) - len(old.lstrip())] + new
 pathlib.Path(file).write_text("\\n".join(lines))
 try:
     # `env`, because the command may begin with PYTHONPATH=src
     run = subprocess.run(["env", *shlex.split(tests)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=6)
     result = (run.stdout.strip() or run.stderr.strip()).split("\\n")[-1]
     failure = f"With this change, the tests still fail: {{result}}." if run.returncode else ""
+    if failure:
+        tried.write_text(before + change)  # not after a timeout: the machine may be busy
 except subprocess.TimeoutExpired:
     failure = "With this change, the tests hang."
 if failure:
@@ -98,10 +101,15 @@ def main() -> None:
         "--tasks", type=Path, required=True, help="output of `turngate tasks make repairs --hint function`"
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--max-lines", type=int, default=0, help="keep only functions of at most this many lines (0: all)"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for file in sorted(options.tasks.glob("*.jsonl")):
         rows = [row for row in map(json.loads, file.read_text().splitlines()) if is_small(row)]
+        if options.max_lines:
+            rows = [row for row in rows if count_lines(row) <= options.max_lines]
         (options.out / file.name).write_text("".join(json.dumps(add_command(row)) + "\n" for row in rows))
         print(f"{file.name}: {len(rows)} tasks")
 

@@ -42,6 +42,8 @@ class RunnerConfig(GatewayAccess, frozen=True, kw_only=True):
     seed: int = 0  # of the order of the tasks
     max_lines: int = 0  # of a task's function; 0: no limit
     short_first: bool = False  # begin with the short functions
+    context: int = CONTEXT
+    reply: int = REPLY
     steps: int = STEPS  # maximum number of the agent's steps
     edits: bool = False  # the tasks have the command of `edit_command.py`
     timeout_s: float = 75.0
@@ -74,7 +76,7 @@ async def _run(config: RunnerConfig, spec: AgentSpec, installed: Installation) -
         short_first=config.short_first,
     )
     plan = BatchPlan(
-        tasks=tuple(chosen[config.share :: config.shares]),
+        tasks=config.choose_share(chosen),
         agent=spec,
         installed=installed,
         backend=get_backend(config.sandbox),
@@ -86,7 +88,7 @@ async def _run(config: RunnerConfig, spec: AgentSpec, installed: Installation) -
         timeout_s=config.timeout_s,
         bounds=Bounds(running=config.divide(config.running)),
         session={"sampling": {"temperature": 1.0}},
-        model_limits=ModelLimits(context_tokens=CONTEXT, max_output_tokens=REPLY),
+        model_limits=ModelLimits(context_tokens=config.context, max_output_tokens=config.reply),
     )
     return await run_batch(plan, config)
 

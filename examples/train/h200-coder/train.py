@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-from agent import CONTEXT, STEPS
-from compare import compute_rates, count_solved_at_once, find_interval
+from agent import CONTEXT, REPLY, STEPS
+from compare import SHORTEST, compute_rates, count_solved_at_once, find_interval
 from runner import RunnerConfig
 from tasks import Part
 from warm_start import fine_tune
@@ -61,9 +61,12 @@ def configure_runner(options: argparse.Namespace, address: GatewayAddress, name:
         python=options.python,
         sandbox=options.sandbox,
         fork=not options.cold,
-        edits=options.edits,
         **more,
     )
+
+
+def choose_limits(options: argparse.Namespace) -> dict[str, Any]:
+    return {"edits": options.edits, "steps": options.turns, "context": options.context, "reply": options.reply}
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,14 +80,14 @@ async def evaluate(options: argparse.Namespace, address: GatewayAddress, name: s
         tasks=str(options.tasks / HELD_OUT),
         count=options.held_out,
         n=options.samples,
-        steps=options.turns,
+        **choose_limits(options),
     )
     report = await run_rollouts(HERE / "runner.py", config, options.runners)
-    record_result(options.out, **{name: summarize(report)})
+    record_result(options.out, **{name: summarize(report, shortest=1 if options.edits else SHORTEST)})
     (options.out / f"{name}.json").write_bytes(msgspec.json.encode(report.graded))
 
 
-def summarize(report: RunnerReport) -> dict[str, Any]:
+def summarize(report: RunnerReport, shortest: int = SHORTEST) -> dict[str, Any]:
     """Summarize an evaluation: pass@1 with its 95 % interval (a bootstrap over tasks), and the share of tasks solved at least once."""
     summary: dict[str, Any] = msgspec.to_builtins(report)
     del summary["graded"]
@@ -95,7 +98,7 @@ def summarize(report: RunnerReport) -> dict[str, Any]:
         "pass_at_1": sum(rates) / len(rates),
         "interval": find_interval(rates),
         "solved_once": sum(rate > 0 for rate in rates) / len(rates),
-        "solved_at_once": count_solved_at_once(report.graded) / len(report.graded),
+        "solved_at_once": count_solved_at_once(report.graded, shortest) / len(report.graded),
     }
 
 
@@ -157,7 +160,7 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         count=options.train,
         n=options.n,
         rounds=options.rounds,
-        steps=options.turns,
+        **choose_limits(options),
         feed="grpo",
         ahead=options.ahead * options.groups,
     )
@@ -224,9 +227,9 @@ async def run(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
         save(network, options.out / "warm", options.model)
     network.recompute = not options.keep_activations
-    engine = LocalEngine(network, dtype=options.dtype, slots=options.slots, max_context=CONTEXT)
+    engine = LocalEngine(network, dtype=options.dtype, slots=options.slots, max_context=options.context)
     data = ServeConfig(
-        data=str(options.out / "data"), port=0, model=NAME, tokenizer=str(options.model), max_context=CONTEXT
+        data=str(options.out / "data"), port=0, model=NAME, tokenizer=str(options.model), max_context=options.context
     )
     with run_in_thread(run_embedded(data.check(), engine=engine)) as address:
         if options.held_out and not options.only_after:
@@ -297,6 +300,8 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=STEPS, help="maximum number of steps of an agent")
     parser.add_argument("--edits", action="store_true", help="the tasks have the command of edit_command.py")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="maximum number of tokens of a rollout")
+    parser.add_argument("--reply", type=int, default=REPLY, help="maximum number of tokens of an answer")
     parser.add_argument("--slots", type=int, default=96)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="precision of sampling")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="precision of training")

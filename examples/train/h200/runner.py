@@ -45,16 +45,14 @@ async def run_rollouts(config: RunnerConfig) -> BatchResult:
         spec = build_agent(config.python, socket)
         installed = ensure_installed(spec, report=lambda text: None)
         plan = BatchPlan(
-            tasks=tuple(
-                tasks.read_tasks(f"{HERE / 'tasks.py'}:{config.tasks}", limit=config.count)[
-                    config.share :: config.shares
-                ]
+            tasks=config.choose_share(
+                list(tasks.read_tasks(f"{HERE / 'tasks.py'}:{config.tasks}", limit=config.count))
             ),
             agent=spec,
             installed=installed,
             backend=get_backend(config.sandbox),
             model=config.model,
-            folder=Path(config.folder),
+            folder=Path(config.folder) / str(config.share),
             n=config.n,
             bounds=Bounds(running=config.divide(config.running)),
             session={"sampling": {"temperature": config.temperature}},
