@@ -423,7 +423,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _check_routed_experts(self) -> None:
         if not (self.routed_experts == "auto" or EXPERT_SHAPE.fullmatch(self.routed_experts)):
             raise ConfigError(
-                "routed_experts must be auto or LAYERSxEXPERTS, such as 48x8 (48 layers, 8 experts per token), "
+                "routed_experts must be LAYERSxEXPERTS, such as 48x8 (48 layers, 8 experts per token), or auto (vllm only), "
                 f"not {self.routed_experts!r}",
                 param="routed_experts",
             )
@@ -535,7 +535,7 @@ def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
 
 
 def load_config(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:
-    """Load settings from a file. Values in `overrides` that are not None take precedence."""
+    """Load settings from `file`, if it is not None, and validate them. Values in `overrides` that are not None take precedence."""
     values = read_toml(file)
     refuse_password_flag(str(overrides.get("data") or ""))
     values.update({name: value for name, value in overrides.items() if value is not None})

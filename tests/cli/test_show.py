@@ -124,7 +124,7 @@ async def test_engine_fault_is_given_as_the_reason(data: Path) -> None:
 
 async def test_folder_without_sessions(g: Running, data: Path) -> None:
     refusal = await asyncio.to_thread(run_rejected, "show", "--data", data)
-    assert refusal == "no session is recorded here; record one with `turngate run`"
+    assert refusal == "the store has no sessions; record one with `turngate run`"
 
 
 async def test_show_from_gateway(g: Running, data: Path) -> None:

@@ -87,6 +87,9 @@ async def test_missing_extras_are_failure(monkeypatch: pytest.MonkeyPatch) -> No
     needed = await run_check(ServeConfig(spans=True), "extras", sandboxes=("e2b",))
     assert needed.state == "failure" and needed.fix == "run: pip install 'turngate[otel,e2b]'"
     assert (await run_check(ServeConfig(), "extras")).state == "ok"
+    monkeypatch.setattr(machine, "_is_installed", lambda module: False)
+    shared = await run_check(ServeConfig(data="postgresql://db/turngate"), "extras")
+    assert shared.state == "failure" and "postgres" in shared.message
 
 
 async def test_open_files_and_memory_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,8 +153,8 @@ def check_exports(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"routed_experts": "many"}, "must be auto or LAYERSxEXPERTS, such as 48x8"),
-        ({"routed_experts": "0x8"}, "must be auto or LAYERSxEXPERTS"),
+        ({"routed_experts": "many"}, "must be LAYERSxEXPERTS, such as 48x8"),
+        ({"routed_experts": "0x8"}, "must be LAYERSxEXPERTS"),
         ({"engine_api": "completions"}, "needs --engine-api generate"),
         ({"engine": "sglang"}, "must be LAYERSxEXPERTS, such as 48x8, with the engine 'sglang'"),
         ({"engine": "scripted", "engine_url": []}, "needs the engine 'vllm' or 'sglang', not 'scripted'"),

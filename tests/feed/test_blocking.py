@@ -134,7 +134,7 @@ async def test_retries_are_logged_and_invalid_name_is_bad_request(
     assert "retrying for up to" in caplog.text
     async with training() as t:
         for name in ("no/name", "", "no name"):
-            with pytest.raises(BadRequest, match=r"invalid name of a feed: .*; use 1 to 128 letters"):
+            with pytest.raises(BadRequest, match=r"invalid feed name: .*; use 1 to 128 letters"):
                 await asyncio.to_thread(read, t.g.root, name)
 
 
@@ -168,5 +168,5 @@ async def test_position_may_be_a_numpy_integer() -> None:
 
 
 def test_invalid_name_is_rejected_before_any_request() -> None:
-    with pytest.raises(BadRequest, match="invalid name of a feed"):
+    with pytest.raises(BadRequest, match="invalid feed name"):
         BlockingFeed("http://127.0.0.1:1", "key", "a/b", FeedConfig(n=1))

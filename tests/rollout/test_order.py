@@ -270,7 +270,7 @@ def fail_to_install(agent: AgentSpec) -> Installation:
         (
             {},
             {"environment": {}},
-            "rollout b.t.0 needs the environment variable API_KEY, which is not set on the machine of the cell",
+            "rollout b.t.0 needs the environment variable API_KEY, which is not set in the environment of the cell",
         ),
         ({"env": {"PGPASSWORD": "x"}}, {"environment": {"PGPASSWORD": "x"}}, "must not use the environment variable"),
         ({}, {"install": fail_to_install}, "agent shell cannot be installed on this machine: no network"),

@@ -427,3 +427,10 @@ async def test_key_of_ended_session_gets_conflict() -> None:
         response = await g.http(session.key).post("/v1/chat/completions", json=CALL)
         assert response.status_code == 409 and reply.content not in response.text
         assert response.json()["error"]["code"] == "conflict"
+
+
+def test_unreadable_key_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "admin-key").mkdir()  # not even root can read it as a file
+    with pytest.raises(ConfigError, match="admin-key cannot be read") as raised:
+        read_stored_admin_key(tmp_path)
+    assert raised.value.param == "data"

@@ -289,6 +289,13 @@ def test_invalid_row_error_names_row_and_field(tmp_path: Path, row: object, comp
     assert [found.error is None for found in scan_tasks(source)] == [True, False, True], "the other rows are still read"
 
 
+@pytest.mark.parametrize(("text", "complaint"), [("[1,", "is not valid JSON"), ("[" * 5000, "is nested too deeply")])
+def test_error_of_a_whole_file_names_no_row(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(TaskError, match=rf"t\.json {complaint}"):
+        ids(tmp_path / "t.json")
+
+
 @pytest.mark.parametrize("source", ["nowhere", "nowhere.jsonl", "no/such/folder"])
 def test_missing_source_is_error(source: str) -> None:
     with pytest.raises(TaskError, match=f"{source} does not exist"):

@@ -197,9 +197,7 @@ def test_invalid_goals_are_config_errors(root: Path) -> None:
     ungraded = msgspec.structs.replace(fine.tasks[0], grader=None)
     with pytest.raises(ConfigError, match="'advantages' is 'turn', but the feed does not deliver"):
         TrainingGoal(batch=fine, steps=1, settings=GrpoSettings(advantages="turn"))
-    with pytest.raises(
-        ConfigError, match="teacher_kl must be 0 here, because the feed of a TrainingGoal has no teacher"
-    ):
+    with pytest.raises(ConfigError, match="teacher_kl must be 0 in a TrainingGoal, because its feed has no teacher"):
         TrainingGoal(batch=fine, steps=1, settings=GrpoSettings(teacher_kl=0.1))
     with pytest.raises(ConfigError, match="tasks: 'well-0' has no grader"):
         TrainingGoal(batch=msgspec.structs.replace(fine, tasks=(ungraded,)), steps=1)

@@ -93,7 +93,7 @@ async def test_killed_verifier_restarts(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="process exited"):
             await asyncio.to_thread(verifier, agent.session_id)
         assert (await asyncio.to_thread(verifier, agent.session_id)).ok
-        with pytest.raises(StoreError, match="session 'nobody' was not found in "):
+        with pytest.raises(StoreError, match="session 'nobody' does not exist"):
             await asyncio.to_thread(verifier, "nobody")
     finally:
         verifier.close()

@@ -131,7 +131,7 @@ def test_verify_while_gateway_serves(tmp_path: Path, capsys: Any) -> None:
         ({"session": "nobody"}, "was not found"),
         ({"engine": "sglang"}, "engine must be vllm or scripted"),
         ({"engine": "vllm"}, "needs --engine-url and --model"),
-        ({"engine_url": "http://127.0.0.1:1"}, "--engine-url applies only to scoring; also pass --engine"),
+        ({"engine_url": "http://127.0.0.1:1"}, "--engine-url applies only to scoring; to score, pass --engine vllm"),
         ({"engine": "vllm", "engine_url": "nonsense", "model": "m"}, "engine_url must be .* URL, not 'nonsense'"),
         (
             {"engine": "vllm", "engine_url": "http://h:port", "model": "m"},
@@ -141,7 +141,7 @@ def test_verify_while_gateway_serves(tmp_path: Path, capsys: Any) -> None:
             {"engine": "vllm", "engine_url": "http://h", "model": "m", "engine_key_env": "TURNGATE_NOPE"},
             "engine_key_env names the environment variable TURNGATE_NOPE, which is not set",
         ),
-        ({"engine": "scripted", "model": "m"}, "--model has no effect with --engine scripted; leave it out, or pass"),
+        ({"engine": "scripted", "model": "m"}, "--model has no effect with --engine scripted; remove --model, or pass"),
         ({"policy_version": 7}, "--policy-version applies only to scoring"),
         ({"tolerance": 0.5}, "--tolerance applies only to scoring"),
         ({"tolerance": -1.0, "engine": "scripted"}, "tolerance must be finite and 0 or greater, not -1"),

@@ -125,7 +125,7 @@ def build(folder: Path, spec: AgentSpec, installed: Installation) -> str:
 
 
 def _share(cache: Path) -> None:
-    """Make the cache readable by all users, and link it under the user ids in sandboxes."""
+    """Make the cache readable by all users, and add a link to it for each user id in sandboxes, because its name ends with a user id."""
     cache.parent.chmod(0o755)
     cache.chmod(0o755)
     for file in cache.iterdir():

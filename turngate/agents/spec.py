@@ -2,7 +2,7 @@
 
 The presets are in `catalog/`. Users can add their own files with `--agent ./my.toml`, `$TURNGATE_AGENTS` (files or folders) or
 `~/.config/turngate/agents/`. A user's agent replaces a preset with the same name. A description is validated when it is loaded.
-Unknown fields, unknown placeholders and a key in a command line are errors.
+Unknown fields, unknown placeholders and `{api_key}` in a command line are errors.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class CatalogEntry(msgspec.Struct, frozen=True):
 
 
 def find_agent(name: str, cwd: Path | None = None) -> CatalogEntry:
-    """Find an agent by name, or load it from a file if `name` contains a slash or ends in .toml."""
+    """Find an agent by name, or load it from a file if `name` contains a slash or ends in .toml. Raise `AgentError` if that fails."""
     if "/" in name or name.endswith(".toml"):
         file = (cwd or Path.cwd()) / Path(name).expanduser()
         spec = load_spec(file)
@@ -260,7 +260,7 @@ def write_description(spec: AgentSpec, folder: Path) -> None:
 def read_description(folder: Path) -> AgentSpec | None:
     """Read the agent's description from the folder with the agent's logs.
 
-    Return None if there is none, as in folders that older versions of Turngate wrote.
+    Return None if there is none, as in folders that older versions of Turngate wrote. Raise `AgentError` if it cannot be read.
     """
     file = folder / _DESCRIPTION
     try:

@@ -60,7 +60,10 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def read_transcripts(spec: Transcript, home: Path, stdout: bytes = b"") -> Transcripts:
-    """Read the turns from a copy of the agent's HOME, or from its standard output. If there is no transcript, return no turns."""
+    """Read the turns from a copy of the agent's HOME, or from its standard output. If there is no transcript, return no turns.
+
+    Raise `AgentError` if a transcript is too large.
+    """
     if spec.stdout:
         return Transcripts(tuple(_turns(spec, _records(spec, stdout))))
     main: list[TranscriptTurn] = []

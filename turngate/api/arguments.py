@@ -101,7 +101,7 @@ _CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 
 
 def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArguments]:
-    """Split the arguments into those of the client and those of the rollout.
+    """Split the arguments into those of the client and those of the rollout. Raise `BadRequest` if one is unknown.
 
     Both accept `agent`. It goes to the client, because only the client's agent may be a TOML file.
     """

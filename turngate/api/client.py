@@ -306,7 +306,10 @@ class Client:
     async def _read_recording(
         self, rollout: str, session: str
     ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
-        """Return the trace and the rows of a rollout, and a list of notes. If reading fails, the trace is None, and a note says why."""
+        """Return the trace and the rows of a rollout, and a list of notes.
+
+        The trace is None if the rollout has no session or if reading fails. In the second case, a note says why.
+        """
         if not session:
             return None, [], []
         try:
@@ -387,7 +390,7 @@ class ResultStream:
 
 def results_already_read() -> ConfigError:
     return ConfigError(
-        "tasks: the results of these rollouts were already read; keep the results, for example in a list, or call `batch` or `group` "
+        "tasks: the results of these rollouts can be read only once; keep the results, for example in a list, or call `batch` or `group` "
         "again to run the rollouts again",
         param="tasks",
     )

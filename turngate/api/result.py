@@ -90,7 +90,7 @@ class Results(list[Result]):
 
     @property
     def groups(self) -> dict[str, Results]:
-        """The results of each group. Groups and results are in the order of this list."""
+        """The results of each group, by group name. Groups and results are in the order of this list."""
         groups: dict[str, Results] = {}
         for one in self:
             groups.setdefault(one.group, Results()).append(one)

@@ -58,7 +58,10 @@ class TokenReader:
 async def read_recording(
     gateway: GatewayClient, session: str
 ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
-    """Return the trace and the rows of a session, and a list of notes. If reading fails, the trace is None, and a note says why."""
+    """Return the trace and the rows of a session, and a list of notes.
+
+    If `session` is empty or reading fails, the trace is None. If reading fails, a note says why.
+    """
     if not session:
         return None, [], []
     try:

@@ -27,7 +27,7 @@ def load_cell_config(options: ServeOptions) -> ServeConfig:
     config = load_optional_cell_config(options)
     if not config.shared:
         raise ConfigError(
-            f"the shared store is not set; pass --shared postgresql://user@host/database or set {SHARED_URL}",
+            f"the URL of the shared store is not set; pass --shared postgresql://user@host/database or set {SHARED_URL}",
             param="shared",
         )
     return config

@@ -61,7 +61,7 @@ def hide_types(params: Sequence[Any]) -> Sequence[Any]:
 
 
 def list_flags() -> dict[str, str]:
-    """Return the flag of each option of the running command, by the option's name.
+    """Return the flag of each option of the running command, by the option's name, or an empty dictionary if no command is running.
 
     If a config file was passed, return only the flags on the command line, because the other values may come from the file.
     """

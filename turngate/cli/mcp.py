@@ -78,7 +78,10 @@ def serve_mcp(options: McpOptions) -> None:
 
 
 def _unwrap(group: BaseExceptionGroup[BaseException], *, is_stdio: bool) -> BaseException:
-    """Return the only error in a group if it is a TurngateError, and the group otherwise. On stdio, add a hint to `DataFolderInUse`."""
+    """Return the only error in a group if it is a TurngateError, and the group otherwise.
+
+    On stdio, if the first error is `DataFolderInUse`, return a ConfigError with the same message and a hint instead.
+    """
     errors: list[BaseException] = [group]
     while isinstance(errors[0], BaseExceptionGroup):
         errors[:1] = errors[0].exceptions

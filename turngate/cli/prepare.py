@@ -162,7 +162,7 @@ def _build_sampling(options: RolloutOptions) -> dict[str, Json]:
 
 
 def require_writable(folder: Path) -> Path:
-    """Return the folder. Raise ConfigError if it is not writable or cannot be created."""
+    """Return the folder. Raise ConfigError if it cannot be created, or is not a writable folder."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not existing.is_dir():
         raise ConfigError(f"out: {existing} is not a folder; choose a different --out folder", param="out")

@@ -24,7 +24,8 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 def prune_stores(data: str, older_than: str, archive: Path | None, dry_run: bool, as_json: bool) -> None:
     """Remove old sessions from a store and from the stores of its projects, and print how many were removed and kept.
 
-    With `dry_run`, remove nothing, and print how many sessions would be removed and kept.
+    With `archive`, first add the sessions to the archive in that folder. With `dry_run`, change nothing, and print how many sessions would
+    be removed and kept.
     """
     refuse_password_flag(data)
     before = time.time() - parse_age(older_than)

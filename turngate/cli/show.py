@@ -94,7 +94,7 @@ class ShownSession(msgspec.Struct):
 
 
 def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | None]:
-    """Load a session and the path of its tokenizer from a data folder or a shared store, even while a gateway is using the store."""
+    """Load a session and the path of its tokenizer (None if unknown) from a data folder or a shared store, which a gateway may be using."""
     store = open_store_for_reading(data)
     try:
         known = store.find(wanted)

@@ -68,9 +68,9 @@ def list_requested_parts(options: VerifyCommandOptions) -> tuple[Part, ...]:
 
 
 def verify_sessions(options: VerifyCommandOptions) -> bool:
-    """Print the verdicts, and return True if no errors were found.
+    """Print the verdicts. Return False if errors were found.
 
-    Raise ConfigError if no errors were found, but a requested part was not checked in any session.
+    Otherwise, return True, or raise an error if the verification stopped early or a requested part was not checked in any session.
     """
     requested = list_requested_parts(options)
     console = None if options.as_json else new_console()
@@ -247,12 +247,15 @@ def _check_options(options: VerifyCommandOptions) -> None:
     for name in scoring if not options.engine else ():
         if scoring[name]:
             option = name.replace("_", "-")
-            raise ConfigError(f"--{option} applies only to scoring; also pass --engine vllm", param=name)
+            raise ConfigError(
+                f"--{option} applies only to scoring; to score, pass --engine vllm with --engine-url and --model",
+                param=name,
+            )
     for name in ("engine_url", "engine_key_env", "model") if options.engine == "scripted" else ():
         if scoring[name]:
             option = name.replace("_", "-")
             raise ConfigError(
-                f"--{option} has no effect with --engine scripted; leave it out, or pass --engine vllm", param=name
+                f"--{option} has no effect with --engine scripted; remove --{option}, or pass --engine vllm", param=name
             )
 
 

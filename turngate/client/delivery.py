@@ -52,7 +52,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return list_token_versions(len(self.ids), self.spans)
 
     def token_rewards(self) -> np.ndarray:
-        """Return the reward at each token, as float32: each turn reward at the last of its tokens, and 0 elsewhere."""
+        """Return the sum of the turn rewards at each token, as float32. A turn's rewards are at its last token; other tokens have 0."""
         return spread_rewards(len(self.ids), self.turn_rewards)
 
     def token_advantages(self) -> np.ndarray:

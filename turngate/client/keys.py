@@ -16,6 +16,7 @@ ADMIN_KEY_FILE = "admin-key"  # in a gateway's data folder
 def read_key(variable: str) -> str:
     """Read a key from an environment variable, or from the file that `{variable}_FILE` names. Return an empty string if neither is set.
 
+    Raise `ConfigError` if both are set, or if the file cannot be read or contains no valid key. A key in the variable is not validated.
     Docker, Kubernetes and systemd provide secrets as files and set their permissions, so the permissions are not checked here.
     """
     key, file = os.environ.get(variable, "").strip(), os.environ.get(f"{variable}_FILE", "").strip()
@@ -42,7 +43,7 @@ def read_key(variable: str) -> str:
 
 
 def read_engine_key(variable: str) -> str:
-    """Read an engine's API key from the environment variable that `engine_key_env` names."""
+    """Read an engine's API key from the variable that `engine_key_env` names. Raise `ConfigError` if it is not set or not valid."""
     key = read_key(variable)
     if not key:
         raise ConfigError(
@@ -81,19 +82,24 @@ def locate_admin_key(data: Path) -> str:
 def read_key_file(path: Path) -> str | None:
     """Read a key from a file. Return None if the file does not exist.
 
-    Raise `ConfigError` if other users can access the file, or if the key is invalid.
+    Raise `ConfigError` if the file cannot be read, if other users can access it, or if the key is invalid.
     """
-    if not path.exists():
+    try:
+        mode, content = path.stat().st_mode, path.read_bytes()
+    except FileNotFoundError:
         return None
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+    except OSError as error:
+        raise ConfigError(f"data: {path} cannot be read ({error.strerror})", param="data") from None
+    if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(
             f"data: {path} is accessible to other users; run `chmod 600` on it, or delete it to get a new key at the next start",
             param="data",
         )
-    key = path.read_bytes().decode("utf-8", "replace").strip()
+    key = content.decode("utf-8", "replace").strip()
     if len(key) < 16 or not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"data: {path} does not contain a valid key; delete the file to get a new key at the next start",
+            f"data: {path} does not contain a valid key (at least 16 printable ASCII characters); delete the file to get a new key "
+            "at the next start",
             param="data",
         )
     register_secrets(key)

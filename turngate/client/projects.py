@@ -43,7 +43,10 @@ class ProjectClient(GatewayTransport):
         return await self._request("POST", "/admin/keys", NewKey, body)
 
     async def rotate_key(self, prefix: str, grace_s: float | None = None) -> NewKey:
-        """Create a new key to replace the one with this prefix. The old key stays valid for up to `grace_s` seconds."""
+        """Create a new key to replace the one with this prefix.
+
+        The old key stays valid for up to `grace_s` seconds (None: the gateway's default, a day).
+        """
         body: dict[str, Json] = {} if grace_s is None else {"grace_s": grace_s}
         return await self._request("POST", f"/admin/keys/{quote(prefix, safe='')}/rotate", NewKey, body)
 

@@ -547,7 +547,7 @@ class FeedReader(msgspec.Struct, frozen=True):
 def check_feed_name(name: str) -> None:
     if not _FEED_NAME.fullmatch(name):
         raise BadRequest(
-            f"invalid name of a feed: {name[:200]!r}; use 1 to 128 letters, digits, '-', '_', '.' or ':', and start with a letter or digit",
+            f"invalid feed name: {name[:200]!r}; use 1 to 128 letters, digits, '-', '_', '.' or ':', and start with a letter or digit",
             param="name",
         )
 

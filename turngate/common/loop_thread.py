@@ -57,7 +57,10 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], tick: Callable[[], None] = lambda: None) -> T:
-        """Run a coroutine in the loop and return its result. The calling thread waits, and calls `tick` several times a second."""
+        """Run a coroutine in the loop and return its result. The calling thread waits, and calls `tick` several times a second.
+
+        Raise `BadRequest` if the loop is not running in this process, or if it runs in the calling thread.
+        """
         loop = self._loop_for(work)
         running = _RunningTask(work)
         loop.call_soon_threadsafe(running.start, loop)

@@ -25,6 +25,6 @@ def sanitize_line(text: str) -> str:
 def make_encodable(text: str) -> str:
     """Escape lone surrogates so that the text can be encoded as UTF-8.
 
-    Lone surrogates come from file names with invalid bytes, and from JSON with unpaired escapes.
+    Lone surrogates come from file names with invalid bytes, and from JSON with unpaired surrogate escapes.
     """
     return text.encode("utf-8", "backslashreplace").decode()

@@ -15,7 +15,7 @@ def resolve_session_id(wanted: str, known: Sequence[str]) -> str:
     Raise `NotFound` if no id matches, or if `wanted` is a prefix of several ids.
     """
     if not known:
-        raise NotFound("no session is recorded here; record one with `turngate run`")
+        raise NotFound("the store has no sessions; record one with `turngate run`")
     if wanted == LAST:
         return known[0]
     matches = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]

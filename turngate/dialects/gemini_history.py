@@ -332,8 +332,8 @@ def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
 def _response_text(response: dict[str, Json]) -> str:
     """Return a tool's response as text for the model.
 
-    Many clients wrap the response in `output` or `result`, or in `error`. These wrappers are removed. An empty response becomes an
-    empty text. Any other object is returned as JSON.
+    Many clients wrap the response in `output` or `result`, or in `error`. These wrappers are removed, and the text of an error always
+    begins with "Error". An empty response becomes an empty text. Any other object is returned as JSON.
     """
     wrapped = [name for name in ("output", "result") if name in response]
     if len(wrapped) > 1 or not response.keys() <= {*wrapped, "error"}:

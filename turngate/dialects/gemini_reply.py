@@ -103,7 +103,10 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 
 
 def _encode_arguments(arguments: str) -> Json:
-    """Return a call's arguments on one line, as the model wrote them. Wrap them as text if they are not an object or nest too deeply."""
+    """Return a call's arguments as the model wrote them, but on one line.
+
+    Wrap them as text if they are not an object or nest too deeply. Empty arguments become an empty object.
+    """
     if not arguments:
         return {}
     try:

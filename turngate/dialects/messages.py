@@ -229,7 +229,7 @@ def _decode_thinking_display(thinking: _Thinking | None) -> Literal["none", "hid
 
 
 def _template_hints(request: MessagesRequest) -> dict[str, Json]:
-    """Translate the request's thinking options into chat template arguments."""
+    """Translate the request's thinking and effort settings into chat template arguments."""
     hints: dict[str, Json] = {}
     thinking, output = request.thinking, request.output_config
     if thinking is not None:

@@ -43,7 +43,7 @@ class OpenAIErrorBody(TypedDict):
 def error_body(
     error: TurngateError, *, message: str | None = None, param: str | None = None, code: str | None = None
 ) -> OpenAIErrorBody:
-    """Build the JSON body of an error. `message`, `param` and `code` replace the error's own message, param and kind."""
+    """Build the JSON body of an error. `message`, `param` and `code`, if set, replace the error's own message, param and kind."""
     return {
         "error": {
             "message": message or error.message,

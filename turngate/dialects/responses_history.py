@@ -335,7 +335,7 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
 
 
 def _read_reasoning(item: _Item, where: str) -> tuple[str, str]:
-    """Return the reasoning in an item, and the provider's signature for it (empty if the gateway encoded the reasoning)."""
+    """Return an item's reasoning, and the provider's signature for it (empty if it has none, or if the gateway encoded the reasoning)."""
     kept = item.encrypted_content or ""
     if kept.startswith(REASONING_PREFIX):
         return decode_reasoning(kept, where), ""

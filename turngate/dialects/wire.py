@@ -104,7 +104,10 @@ def decode_text(raw: bytes, field: str) -> str:
 
 
 def decode_arguments(raw: bytes, field: str) -> str:
-    """Return the arguments of a call as JSON text. Clients send them either as a string of JSON text or as a JSON value."""
+    """Return the arguments of a call as JSON text, which is `{}` for empty or null arguments.
+
+    Clients send the arguments either as a string of JSON text or as a JSON value.
+    """
     if not raw.startswith(b'"'):
         text = decode_text(raw, field)
     else:

@@ -89,7 +89,7 @@ async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
     needed = {
         "local": context.config.engine == "local",
         "otel": is_enabled(context.config.spans),
-        "postgres": bool(context.config.shared),
+        "postgres": bool(context.config.shared) or context.config.is_shared,
         "families": context.config.family not in ("auto", "template"),
         "e2b": "e2b" in context.sandboxes,
         "huggingface": "huggingface" in context.sandboxes,

@@ -124,7 +124,7 @@ def error_from_status(engine: str, status: int, message: str, evidence: str = ""
 
 
 def parse_overflow(text: str, words: str) -> ContextOverflow:
-    """Build a `ContextOverflow` with the message `text`, and with the request size and the limit that are found in `words`."""
+    """Build a `ContextOverflow` with the message `text`, and with the request size and the limit if `words` contains them."""
     sizes = next((found for pattern in _SIZES if (found := pattern.search(words))), None)
     size = None if sizes is None else sum(int(n) for n in sizes.groups())
     limits = _LIMITS.search(words)

@@ -149,7 +149,7 @@ class Response:
             await self._wait_more()
 
     async def readany(self) -> bytes:
-        """Return the data received since the last read, or b"" at the end."""
+        """Wait for data if there is none. Return the data received since the last read, or b"" at the end of the reply."""
         while not self.parts and not self._ended:
             await self._wait_more()
         if not self.parts:

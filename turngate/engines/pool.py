@@ -159,7 +159,7 @@ class Pool:
         return _Call(self, request)
 
     async def check_before_call(self) -> None:
-        """Check the replicas again if all are down, because one of them may be up again."""
+        """If no replica accepts calls, check those that are not draining, because one of them may be up again."""
         if not self.accepts_calls:
             await asyncio.gather(*(replica.recheck() for replica in self._replicas if not replica.is_draining))
 

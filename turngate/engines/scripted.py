@@ -71,8 +71,8 @@ class Scripted:
     """An engine that follows a script.
 
     `script` is a list of turns, or a function that returns a turn for a request and its index. The index is the number of earlier
-    calls of the same session, so sessions are independent of each other. `received` contains the last `keep` requests, newest last. As with
-    the HTTP engines, a call fails after `silence_s` seconds without data.
+    calls of the same session, so sessions are independent of each other. A call fails if the list has no turn for it. `received` contains
+    the last `keep` requests, newest last. As with the HTTP engines, a call fails after `silence_s` seconds without data.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class UpdatableReplica(Protocol):
         """Abort all calls in flight."""
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter. Calls in flight may still use it."""
+        """Unload an adapter, even if calls in flight are still using it."""
 
     def expect(self, weights: PolicyWeights | None) -> None:
         """From now on, report the replica as unhealthy unless it has these weights. If `weights` is None, accept any weights."""

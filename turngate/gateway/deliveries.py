@@ -88,7 +88,10 @@ class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_delivery(row: FeedRow, number: int, version: int, store: Store, *, form: FeedForm = "rows") -> bytes:
-    """Build the delivery with this number and encode it as msgpack. Run this in a thread, since long traces take a while."""
+    """Build the delivery with this number and encode it as msgpack. Run this in a thread, since long traces take a while.
+
+    Raise `NotFound` if the feed has been deleted.
+    """
     config = read_config(row)
     members = store.feeds.members(row.key, number)
     if not members:

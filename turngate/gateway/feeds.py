@@ -85,7 +85,10 @@ class Feeds:
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def open(self, name: str, config: FeedConfig) -> FeedView:
-        """Open a feed, and create it if it does not exist. With `from_start`, a new feed is filled with earlier outcomes."""
+        """Open a feed, and create it if it does not exist. With `from_start`, a new feed is filled with earlier outcomes.
+
+        Raise `Conflict` if the feed exists with different settings.
+        """
         check_feed_name(name)
         written = msgspec.json.encode(config)
         row = self._log.open(name, written, config.n, config.groups, from_start=config.from_start)
@@ -134,8 +137,8 @@ class Feeds:
     def take_over(self, name: str, after: int | None = None, mark: str = "") -> tuple[FeedView, str]:
         """Make the caller the reader of a feed. Return the feed, and the token with which the caller reads and commits.
 
-        The previous reader's next call fails. `after` and `mark` come from the trainer's checkpoint, if it has one. After a restore of
-        the store from a backup, they are checked.
+        The previous reader's next call fails. `after` and `mark` come from the trainer's checkpoint, if it has one. If the store was
+        restored from a backup, they are checked, and `Conflict` is raised if they may no longer refer to the same deliveries.
         """
         history = self._restores.history()
         self._check_position(self._find(name), history, after, mark)
@@ -176,7 +179,10 @@ class Feeds:
         self._restores.confirm(row.key)
 
     def commit(self, name: str, reader: str, number: int) -> FeedView:
-        """Record that the trainer's checkpoint includes all deliveries up to `number`. Committing a number again changes nothing."""
+        """Record that the trainer's checkpoint includes all deliveries up to `number`. Committing a number again changes nothing.
+
+        Raise `Conflict` if `reader` is not the token of the feed's reader, or if `number` was never handed out.
+        """
         row = self._log.commit(self._find(name).key, reader, number)
         if row is None:
             raise self._not_the_reader(name)

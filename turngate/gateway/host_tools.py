@@ -67,7 +67,10 @@ class HostTools:
         return call
 
     async def _wait_for_host(self, session: Session, tool: HostTool, call: HostToolCall) -> bytes:
-        """Return the host's reply, or the default reply if the host does not answer in time. Repeated calls share the first call's wait."""
+        """Return the host's reply, or the default reply if the host does not answer in time. Repeated calls share the first call's wait.
+
+        Raise an error if the session ends first.
+        """
         pending = session.pending_tool_calls.get(call.call)
         if pending is None:
             pending = session.pending_tool_calls[call.call] = asyncio.get_running_loop().create_future()

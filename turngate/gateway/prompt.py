@@ -257,7 +257,10 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def _render_all(renderer: Renderer, location: Location, preamble: Preamble) -> tuple[Sampled | None, Ids]:
-    """Render the whole request. If the ids begin with those of the located turn, return that turn and only the ids after it."""
+    """Render the whole request. If the ids begin with those of the located turn, return that turn and only the ids after it.
+
+    Otherwise, return None and all ids.
+    """
     ids = renderer.render_ids(order_tool_results(location.request.messages_from()), preamble.tools, preamble.kwargs)
     node = location.node
     if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):

@@ -151,8 +151,8 @@ class ReplicaSet:
     ) -> list[ReplicaResult]:
         """Undo a failed load, and return which version each replica has now.
 
-        On each replica where the load succeeded, an adapter is unloaded, or a model is replaced with the previous one. If the current
-        version was being loaded again, nothing is undone.
+        On each replica where the load succeeded, an adapter is unloaded, or a model is replaced with the previous one. A replica that could
+        have the wrong model aborts its calls in flight. If the current version was being loaded again, nothing is undone.
         """
         if load.version == before.version:
             return results

@@ -93,7 +93,7 @@ class Sessions:
         return len(self._secret_of) - sum(not session.is_evicted for session in self._live.values())
 
     def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
-        """Open a session. Return it with its secret, which cannot be read again."""
+        """Open a session. Return it with its secret, which cannot be read again. Raise `Conflict` if the id is already used."""
         self._require_room()
         self._check_config(config)
         if session_id is None:
@@ -182,7 +182,10 @@ class Sessions:
         return self._live.get(session_id)
 
     async def find_by_secret(self, secret: str) -> Session | None:
-        """Return the session with this secret. The lookup uses a hash, so that its timing reveals nothing about the secret."""
+        """Return the session with this secret, or None. Unless it is one of this worker's open sessions, its trace is not loaded.
+
+        The lookup uses a hash, so that its timing reveals nothing about the secret.
+        """
         digest = _digest(secret)
         session_id = self._by_secret.get(digest)
         if session_id is not None:

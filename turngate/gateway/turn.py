@@ -511,7 +511,10 @@ class _TimedIterator(Generic[T]):
 
 
 def _let_reason_first(call: Call, renderer: Renderer, context: Ids) -> tuple[Call, ReasoningTokens | None]:
-    """If the call has a constraint and a reply to `context` may start with reasoning, apply the constraint only after the reasoning."""
+    """If the call has a constraint and a reply to `context` may start with reasoning, apply the constraint only after the reasoning.
+
+    Return the call, and the reasoning tokens, or None if the call is unchanged.
+    """
     if call.constraint is None:
         return call, None
     reasoning = renderer.find_reasoning_tokens(context)

@@ -142,7 +142,7 @@ class WeightUpdates:
         left = until - time.time()
         if left <= 0:  # this includes an unfinished update by the gateway itself, which no trainer will resume
             log.warning(
-                "when the gateway stopped, calls were held by a pause that has now expired or by weights that were being loaded; "
+                "when the gateway stopped, calls were held, either by a pause that has since expired or because weights were being loaded; "
                 "resuming the calls"
             )
             self._timer = asyncio.create_task(self._keep_opening(expired=True))
@@ -317,7 +317,7 @@ class WeightUpdates:
         return LoadReply(**msgspec.structs.asdict(fence), replicas=results)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the replicas to load weights into. If the first replica rejects new weights, the others are not tried."""
+        """Return the replicas to load weights into. Their order matters: if the first one rejects new weights, the others are not tried."""
         return self._replicas.require("load weights")
 
     def _accepts(self, results: list[ReplicaResult]) -> bool:

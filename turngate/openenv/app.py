@@ -188,7 +188,7 @@ class OpenEnvAccess:
 
     If a key is set, callers must send it, except to `/health`. If no key is set, programs and our own pages have access. Pages of other
     sites do not: otherwise, any page that is open in a browser on this machine could call a local server. For the same reason, a local
-    server then rejects calls whose Host header does not name this machine.
+    server without a key rejects calls whose Host header does not name this machine.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:

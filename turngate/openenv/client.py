@@ -210,7 +210,10 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         return (await self._call("list_endpoints", EndpointList)).endpoints
 
     async def wait_for(self, rollout_id: str) -> RolloutResult:
-        """Wait until a rollout has ended, and return its result. Reconnect if the connection breaks."""
+        """Wait until a rollout has ended, and return its result.
+
+        Reconnect if the connection breaks. After `MAX_ATTEMPTS` failures in a row, raise the last error.
+        """
         failures, wait_s = 0, min(WAIT_S, self._message_timeout / 2)
         while True:
             try:

@@ -131,7 +131,10 @@ class Parser:
         marker: str,
         then: Literal["content", "call", "held"],
     ) -> bool:
-        """Emit text up to `marker`, then switch to the state `then`. Hold back trailing white space and a partial marker."""
+        """Emit text up to `marker`, then switch to the state `then`. Return whether `marker` was found.
+
+        Drop the noise markers of the syntax. Hold back trailing white space and a partial marker.
+        """
         at = self._buffer.find(marker) if marker else -1
         while (found := _find_first(self._buffer, self._syntax.noise, at)) is not None:
             start, noise = found
@@ -234,7 +237,10 @@ class Parser:
 
 
 def _find_first(text: str, markers: Sequence[str], end: int) -> tuple[int, str] | None:
-    """Return the position of the first marker in the text, and the marker. Search only before `end`, unless `end` is negative."""
+    """Return the position of the first marker in the text, and the marker, or None if there is none.
+
+    Search only before `end`, unless `end` is negative.
+    """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0 and (end < 0 or at < end)]
     return min(found, default=None)
 

@@ -215,7 +215,8 @@ class TemplateRenderer:
         if not self.stop_ids:
             raise ConfigError(
                 f"tokenizer {tokenizer.folder} does not define the end of an assistant turn: the chat template writes no special "
-                "token after the turn, and tokenizer_config.json names no eos_token that is in the vocabulary; set eos_token there",
+                "token after the turn, generation_config.json sets no eos_token_id, and tokenizer_config.json sets no eos_token that is in "
+                "the vocabulary; set eos_token in tokenizer_config.json",
                 param="tokenizer",
             )
         self.closing_ids = tuple(dict.fromkeys([*(c.token for c in closes), *self.stop_ids]))

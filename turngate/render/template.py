@@ -106,7 +106,10 @@ class Template:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, kwargs: dict[str, Json]
     ) -> str:
-        """Render the whole conversation as text. If `generate` is set, append the generation prompt."""
+        """Render the whole conversation as text. If `generate` is set, append the generation prompt.
+
+        Raise `BadRequest` if the template rejects the conversation or fails.
+        """
         if not tools and self.without_tools is not self:
             return self.without_tools.text(messages, generate=generate, kwargs=kwargs)
         try:

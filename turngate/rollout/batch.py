@@ -256,7 +256,10 @@ class Batch:
         await self._workers.run(count, supply)
 
     async def _flush(self) -> None:
-        """Wait a limited time until the last retry requests are answered and the last complete groups are closed."""
+        """Wait, up to a time limit, until the last retry requests are answered and the last complete groups are closed.
+
+        If not all of these groups are closed in time, stop the batch with that reason.
+        """
         if self._retries.tasks:
             await asyncio.wait(self._retries.tasks, timeout=_FLUSH_S)
         if not await self._closer.flush(_FLUSH_S if self._stop.reason else health.RESTART_S):

@@ -50,7 +50,7 @@ async def collect(
 ) -> Collected:
     """Copy the agent's output, transcript and logs to `folder`. The result's `missing` field says what could not be copied, and why.
 
-    `redact` removes secrets from the agent's output.
+    `redact` removes secrets from the agent's output. Raise `TurngateError` if `folder` cannot be created.
     """
     missing: list[str] = []
     try:

@@ -199,7 +199,10 @@ class Ledger:
             raise
 
     async def add(self, entry: LedgerEntry) -> None:
-        """Write an entry, and return when it is on disk. Cancelling does not undo the write."""
+        """Write an entry, and return when it is on disk. Raise `LedgerError` if this or an earlier write fails.
+
+        Cancelling does not undo the write.
+        """
         if self._broken is not None:
             raise self._broken
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -107,7 +107,7 @@ ArchiveFetcher = Callable[[str], Awaitable[bytes]]  # SHA-256 → archive
 
 async def refuse_to_fetch(digest: str) -> bytes:
     """Raise `ArchiveError`. This fetcher is for machines that must already have all archives."""
-    raise ArchiveError(f"archive {digest[:12]} is not on this machine, and there is no machine to fetch it from")
+    raise ArchiveError(f"task archive {digest[:12]} is not on this machine, and there is no machine to fetch it from")
 
 
 class MachineResolver:

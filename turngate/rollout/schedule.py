@@ -159,7 +159,7 @@ class Schedule:
         self._attempts[rollout] = attempt
 
     async def end_attempt(self, rollout: str) -> None:
-        """Mark the rollout that `next` returned as no longer running."""
+        """Mark a rollout as no longer running. Call this once for each rollout that `next` has returned."""
         self._attempts.pop(rollout, None)
         await self.release()
 

@@ -96,7 +96,7 @@ class AgentSession:
         self.over.set()
 
     async def seal(self, stop: str) -> None:
-        """Seal the session, so that it allows no more turns. Wait while the gateway is restarting: the session survives a restart."""
+        """Seal the session, so that it allows no more turns. Wait up to `RESTART_S` for a gateway that is restarting."""
         self._is_ending = True
 
         async def show_and_seal() -> tuple[SessionInfo, SessionInfo]:
@@ -172,7 +172,7 @@ def list_recorded_turns(trace: DecodedTrace, calls: Sequence[ToolCallView]) -> R
 def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
     """Build the settings with which the session is opened.
 
-    The settings in `spec.session` take precedence. Only `purpose` is overridden, unless `bias` is `record`.
+    The settings in `spec.session` take precedence, except that `purpose` is always `train` unless `bias` is `record`.
     """
     attempt = {"rollout": spec.rollout, "attempt": spec.attempt} if spec.rollout else {}
     metadata = {

@@ -31,7 +31,7 @@ LIMITS_S: Mapping[Stage, float] = {
 
 
 class Stages:
-    """Runs the stages of one rollout. It reports the start of each stage, measures its duration, and limits most of them."""
+    """Runs the stages of one rollout. It reports the start of each stage, measures its duration, and sets a time limit for most stages."""
 
     def __init__(
         self, outcome: Outcome, progress: RolloutProgress, watch: ProgressCallback, events: StageEvents

@@ -110,10 +110,12 @@ def unpack(
 ) -> tuple[str, ...]:
     """Unpack a tar stream into a host folder, which is created if necessary. Return the skipped entries with reasons.
 
-    Devices, pipes, symbolic links that could point outside the folder, hard links that cannot be created, and entries whose path or link
-    target is too long or too deep are skipped. `limit` is the maximum total size in bytes. At most `MAX_NAMED` skipped entries are named;
-    the others are only counted. Unpacking is aborted after `timeout_s`, or when `is_cancelled`, which is polled, returns true. A malformed
-    tar stream or a file-system error raises `SandboxError`.
+    Skip devices, pipes, symbolic links that could point outside the folder, hard links that cannot be created, and entries whose path or
+    link target is too long or too deep. At most `MAX_NAMED` skipped entries are named; the others are only counted.
+
+    Raise `SandboxTooLarge` if the content exceeds `limit` bytes or `MAX_ENTRIES` entries, or if a header is not supported. Raise
+    `SandboxError` if the stream is malformed, after a file-system error, after `timeout_s`, or when `is_cancelled`, which is polled,
+    returns true.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -289,7 +291,7 @@ def _write_file(root: int, path: list[str], content: IO[bytes], mode: int, check
 
 
 def write_sparse(file: IO[bytes], data: bytes) -> None:
-    """Append data to a file, but leave a hole if the data is all zeros, so that an agent's sparse file does not become a large one here.
+    """Append data to a file, but leave a hole if the data is all zeros, so that an agent's sparse file stays small on the host.
 
     After the last call, the caller must truncate the file at its current position.
     """

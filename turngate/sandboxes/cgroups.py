@@ -55,7 +55,7 @@ def apply_limits(name: str, limits: Resources, processes: Iterable[int], mount: 
 
 
 def remove_group(name: str, mount: Path = MOUNT) -> None:
-    """Remove a sandbox's groups, which must not contain any processes."""
+    """Remove a sandbox's groups, which must not contain any processes. A group that cannot be removed is left behind."""
     for controller in CONTROLLER.values():
         with suppress(OSError):
             (mount / GROUP / name if _is_unified(mount) else mount / controller / GROUP / name).rmdir()

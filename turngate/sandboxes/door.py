@@ -79,7 +79,9 @@ class GatewayDoor(relay.HttpRelay):
         plain = _decode_path(path.partition("?")[0])
         if not any(method == allowed and pattern.fullmatch(plain) for allowed, pattern in self._routes):
             self.refused += 1
-            refused = relay.RequestRefused(404, "only model and tool calls are allowed here", "not_found")
+            refused = relay.RequestRefused(
+                404, "a sandbox may send only model and tool calls to the gateway", "not_found"
+            )
             refused.headers = GATEWAY_HEADER
             raise refused
 

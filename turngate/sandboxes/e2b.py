@@ -155,7 +155,10 @@ class E2BConnection:
         return lambda: self._wait_for_exit(handle)
 
     async def _wait_for_exit(self, handle: AsyncCommandHandle[None]) -> None:
-        """Follow a command's output stream to its end, and reconnect if the stream breaks."""
+        """Follow a command's output stream to its end, and reconnect if the stream breaks.
+
+        Raise `RequestLost` if reconnecting fails for longer than `patience_s`.
+        """
         e2b = _import_sdk()
         pid, lost_at = handle.pid, 0.0
         stream: AsyncCommandHandle[None] | None = handle

@@ -48,7 +48,7 @@ def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
 def _private_root(root: Path | None) -> Path:
     """Return the parent of the sandbox folders. Create it if necessary.
 
-    Raise `SandboxError` if it is not private, because other users could plant links in it.
+    Raise `SandboxError` if it cannot be created, or if it is not private, because other users could then plant links in it.
     """
     root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
     try:

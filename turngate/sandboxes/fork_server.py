@@ -341,7 +341,10 @@ def _drop_capabilities() -> None:
 
 
 def run_command(order: Dict[str, Any], stdin: int, stdout: int, stderr: int) -> None:
-    """Run a command: the preloaded agent in this process, and any other command with an exec."""
+    """Run a command with an exec or, for the preloaded agent, prepare this process and raise `TakeOver`.
+
+    If the preparation fails, run the agent with an exec, too.
+    """
     if "preloaded" not in order:
         State.supervisor.exec_command(order, stdin, stdout, stderr)
     State.supervisor.prepare_process(order, stdin, stdout, stderr)

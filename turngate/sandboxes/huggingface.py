@@ -198,7 +198,10 @@ class HuggingFaceConnection:
         return partial(self._wait_for_exit, str(process.id))
 
     async def _wait_for_exit(self, process: str) -> None:
-        """Poll with growing pauses until a command has ended. The service has no stream for background commands."""
+        """Poll with growing pauses until a command has ended. The service has no stream for background commands.
+
+        Raise `RequestLost` if the service does not respond for `patience_s` seconds.
+        """
         polls, lost_at = 0, 0.0
         while True:
             await asyncio.sleep(POLLS_S[min(polls, len(POLLS_S) - 1)])

@@ -127,7 +127,7 @@ class ClientConnection:
             except asyncio.TimeoutError:
                 if not self._buffer and limit == HEAD_LIMIT:
                     raise ClientDisconnected from None  # idle between requests
-                raise RequestRefused(408, "the request stalled") from None
+                raise RequestRefused(408, f"the request stalled: no data for {self._relay.stall_s} s") from None
 
     async def discard(self, count: int) -> None:
         """Read and discard `count` bytes of a body."""
@@ -166,7 +166,7 @@ class ClientConnection:
         first, headers = parse_head(await self.read_until(b"\r\n\r\n", HEAD_LIMIT))
         words = first.split(" ")
         if len(words) != 3 or not TOKEN.match(words[0]) or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
-            raise RequestRefused(400, "not an HTTP/1.1 request")
+            raise RequestRefused(400, "not an HTTP/1.1 or HTTP/1.0 request")
         method, path, version = words
         if not PATH.match(path):
             raise RequestRefused(400, "the request target must be a path in visible ASCII characters")

@@ -363,10 +363,12 @@ class ShellSandbox:
             try:
                 await self._connection.renew(min(self._connection.lease_s, remaining))
             except RequestLost as error:
-                log.warning("sandbox %s: %s; retrying", self.id, error)
+                log.warning("cannot renew the lease of sandbox %s: %s; retrying", self.id, error)
             except SandboxError as error:
                 log.warning(
-                    "sandbox %s: %s; not retrying, so the sandbox will end if it has not ended already", self.id, error
+                    "cannot renew the lease of sandbox %s: %s; not retrying, so the sandbox will end if it has not ended already",
+                    self.id,
+                    error,
                 )
                 return
             await asyncio.sleep(min(pause, self._ends - time.monotonic()))
@@ -532,7 +534,7 @@ def owner_labels() -> dict[str, str]:
 
 
 def host_label() -> dict[str, str]:
-    """Return the label of sandboxes created on this machine. Only for these can `is_abandoned` know whether their process has ended."""
+    """Return the label of sandboxes created on this machine. `is_abandoned` can check only the owners of these sandboxes."""
     return {"turngate-host": owner_labels()["turngate-host"]}
 
 

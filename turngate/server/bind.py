@@ -30,7 +30,7 @@ class RunningGateway(msgspec.Struct, frozen=True):
 
 
 def find_running_gateway(data: Path) -> RunningGateway | None:
-    """Return the gateway whose address is in this data folder, or None if there is no address, or no process with the gateway's id."""
+    """Return the gateway whose address is in this data folder, or None if there is no address, or if its process no longer exists."""
     try:
         gateway = msgspec.json.decode((data / _NOTE).read_bytes(), type=RunningGateway)
     except (OSError, msgspec.DecodeError):

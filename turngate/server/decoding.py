@@ -75,7 +75,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 def decode_query(params: QueryParams, kind: type[T]) -> T:
-    """Decode the query parameters of a request's URL as `kind`. Unknown parameters are ignored."""
+    """Decode a URL's query parameters as `kind`, and raise `BadRequest` if one is missing or invalid. Unknown parameters are ignored."""
     values: dict[str, Any] = {}
     fields: tuple[msgspec.inspect.Field, ...] = _list_fields(kind)  # type: ignore[arg-type]  # a type is hashable
     for field in fields:

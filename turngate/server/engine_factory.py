@@ -123,7 +123,7 @@ def _build_local_engine(config: ServeConfig) -> Engine:
 
 
 def read_engine_key(config: ServeConfig) -> str | None:
-    """Read the engine's API key from the environment variable that the configuration names."""
+    """Read the engine's API key from the environment variable that the configuration names. Return None if it names none."""
     return keys.read_engine_key(config.engine_key_env) if config.engine_key_env else None
 
 
@@ -138,7 +138,7 @@ def _load_script(path: str, renderer: Renderer) -> Script:
             texts = msgspec.json.decode(Path(path).read_bytes(), type=list[str])
         except OSError as error:
             raise explain_unreadable_script(path, error) from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"script {path} must be a JSON list of strings: {error}", param="script") from None
         if not texts:
             raise ConfigError(f"script {path} contains no replies; add at least one", param="script")

@@ -115,5 +115,5 @@ MODEL_CALLS = _RUN  # for model calls with a session in the path, such as /s/{id
 
 
 def scopes_of(method: str, path: str) -> Scopes:
-    """Return the scopes of a route. An API key with any one of them may use the route."""
+    """Return the scopes of a route. An API key with any one of them may use it. If there are none, only the admin key may."""
     return SCOPES[method, path]

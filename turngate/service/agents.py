@@ -97,6 +97,6 @@ class Agents:
 
 
 def _ignore_error(task: asyncio.Task[Installation]) -> None:
-    """Mark the error of a failed installation as retrieved. `install` raises it in the rollouts that are waiting for the agent."""
+    """Keep asyncio from logging the error of a failed installation. `install` raises it in the rollouts that are waiting for the agent."""
     if not task.cancelled():
         task.exception()

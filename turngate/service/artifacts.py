@@ -23,7 +23,7 @@ _SKIPPED = {".git", "__pycache__", "node_modules", ".venv"}
 def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dict[str, str]:
     """Read a working folder as text. Files that differ from those in `initial_files` come first.
 
-    Binary and unreadable files are left out, and a note mentions them.
+    Leave out binary and unreadable files, and what exceeds the limits of `truncator`. Its notes say what is left out.
     """
     clamp = truncator.clamp
     paths, unnamed, more = _find_files(folder)
@@ -134,7 +134,7 @@ def read_log_tails(folder: Path, truncator: Truncator) -> dict[str, str]:
 def read_tail(path: Path, field: str, truncator: Truncator, limit: int) -> str:
     """Return at most `limit` characters from the end of an untrusted file, with secrets redacted. A limit of 0 means no limit.
 
-    `field` is the name of the result's field, for the note about what was left out.
+    Return an empty string if the file cannot be read. `field` is the name of the result's field, for the note about what was left out.
     """
     try:
         with path.open("rb") as file:

@@ -192,7 +192,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             check_engine_url(url, f"{where}.url")
         if "exact" in self.allowed and self.scheme in ("vllm", "sglang"):
             for field, value, use in (
-                ("url", self.urls, "the URL of its server"),
+                ("url", self.urls, "the URL of the engine's server"),
                 ("tokenizer", self.tokenizer, "a folder, or a model in the Hugging Face cache"),
             ):
                 if not value:
@@ -277,7 +277,8 @@ class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Catalog:
     """The endpoints in the settings, and the rules for endpoints that callers supply.
 
-    `allowed_hosts` lists the hosts that a caller's endpoint may use, as HOST or HOST:PORT. Hosts must match exactly.
+    `allowed_hosts` lists the hosts that a caller's endpoint may use, as HOST or HOST:PORT. Hosts must match exactly. Without a
+    port, only the default port of the URL's scheme is allowed.
     """
 
     def __init__(self, endpoints: Mapping[str, Endpoint], allowed_hosts: Sequence[str] = ()) -> None:

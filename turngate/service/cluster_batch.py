@@ -1,4 +1,4 @@
-"""Run a Python API batch on a Ray cluster, as `turngate batch --ray` does, and return results like those of the service.
+"""Run a batch of the Python API on a Ray cluster, as `turngate batch --ray` does, and return results like those of the service.
 
 async with open_cluster_batch(config, place, request, tasks, n, folder) as batch:
     async for finished in batch.rollouts(watch):

@@ -54,7 +54,7 @@ class RolloutEventLog:
             await self._copy(active, client, wait=True)
 
     async def drain(self, active: ActiveRollout, client: GatewayClient) -> None:
-        """Append the gateway's remaining events after the rollout has ended."""
+        """Append the gateway's remaining events after the rollout has ended. Raise `TimeoutError` if this takes too long."""
         async with asyncio.timeout(_DRAIN_S):
             await self._copy(active, client, wait=False)
 

@@ -70,9 +70,9 @@ class Finalizer:
         return state, time.time()
 
     async def _read_recording(self, active: ActiveRollout) -> tuple[TraceView | None, list[ConversationMessage]]:
-        """Store the rollout's last events. Return its trace and its conversation, or None and an empty list without a readable trace.
+        """Store the rollout's last events. Return its trace and its conversation, or None and an empty list if no trace can be read.
 
-        In direct mode, there are neither.
+        In direct mode, there is no gateway, and therefore no trace and no further event.
         """
         if active.following is not None:
             await _cancel(active.following, active.id)

@@ -79,7 +79,7 @@ def _build_swe_task(request: SweRolloutRequest, config: ServiceConfig) -> Task:
 
 
 def write_inputs(request: AnyRequest, inputs: Path) -> None:
-    """Write the caller's files and test script to disk. This blocks."""
+    """Write the caller's files and test script to disk. This blocks. Raise `StoreError` if it fails."""
     if not isinstance(request, RolloutRequest):
         return
     try:

@@ -96,7 +96,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self
 
     def files_by_path(self) -> dict[str, str | Base64File]:
-        """Return the uploaded files by normalized path. Raise `BadRequest` if a path is invalid, paths conflict, or there are too many."""
+        """Return the uploaded files by normalized path. Raise `BadRequest` for too many files, an invalid path or conflicting paths."""
         if len(self.upload_files) > MAX_FILES:
             raise BadRequest(
                 f"upload_files contains {len(self.upload_files)} files; send at most {MAX_FILES}",
@@ -144,7 +144,9 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def check(self) -> SweRolloutRequest:
         """Validate the arguments and the size of the row. `build_task` validates the row's fields."""
         if not self.task:
-            raise BadRequest("'task' is empty; send the fields of a row, such as instance_id and repo", param="task")
+            raise BadRequest(
+                "'task' is empty; send the fields of a SWE row, such as instance_id and repo", param="task"
+            )
         try:
             size = len(msgspec.json.encode(self.task))
         except UnicodeEncodeError:
@@ -265,8 +267,8 @@ def _normalize_path(name: str, where: str) -> str:
     is_invalid = not name or len(name) > MAX_PATH or "\0" in name or "\\" in name or not name.isprintable()
     if is_invalid or path.is_absolute() or ".." in path.parts or str(path) == "." or name.endswith("/"):
         raise BadRequest(
-            f"{where} must be the relative path of a file below the working folder, such as src/main.py: at most {MAX_PATH} "
-            "printable characters, without '..' or backslashes",
+            f"{where} must be the relative path of a file below the working folder, such as src/main.py, with at most {MAX_PATH} "
+            "printable characters and without '..' or backslashes",
             param="upload_files",
         )
     _encode(name, where, "upload_files")

@@ -291,7 +291,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     @asynccontextmanager
     async def gateway(self, rollout: str) -> AsyncIterator[GatewayClient]:
-        """Connect to the gateway that recorded a rollout, to read the rollout's trace and rows. Start the gateway if necessary."""
+        """Connect to the gateway that recorded a rollout, to read the rollout's trace and rows. Start the gateway if necessary.
+
+        Raise `NotFound` if the rollout has no session, or if its gateway cannot be opened again.
+        """
         active = self._active.get(rollout)
         if active is not None and active.connection is not None:
             yield active.connection.client

@@ -257,7 +257,8 @@ class FeedLog:
     def add_report(self, feed: int, report: str, result: str, event: NewEvent) -> str | None:
         """Store the result of a trainer's report, and write the report's event. `report` is the report's id.
 
-        Return None if the report is new. If a report with this id is already stored, write nothing and return the stored result.
+        Return None if the report is new. If a report with this id is already stored, write nothing and return the stored result. Only the
+        latest reports of each feed (`_KEPT_REPORTS`) stay stored.
         """
         name = f"{_REPORTS}{feed}"
         with self._writing() as db:

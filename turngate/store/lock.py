@@ -12,7 +12,8 @@ from turngate.errors import ConfigError, DataFolderInUse
 def lock_folder(folder: Path) -> IO[bytes]:
     """Create the folder if necessary, and lock it. Return the lock file.
 
-    The folder stays locked until this process, and every process that inherited the open lock file, has closed the file.
+    The folder stays locked until this process, and every process that inherited the open lock file, has closed the file. Raise
+    `DataFolderInUse` if another process holds the lock, and `ConfigError` if the folder cannot be written to or locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -140,7 +140,10 @@ class Outcomes:
         return found
 
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
-        """Write an outcome, and return the previous one, if any. Without `replace`, an existing outcome is kept."""
+        """Write an outcome, and return the previous one, if any. Without `replace`, an existing outcome is kept.
+
+        Raise `NotFound` if the session was deleted.
+        """
         with self._writing() as db:
             if not db.execute(f"SELECT key FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchall():
                 raise NotFound("cannot record the outcome: its session was deleted")

@@ -123,7 +123,10 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def change(self, name: str, weight: float | None, quotas: Quotas | None, entry: NewAuditEntry) -> None:
-        """Change the weight or the quotas of a project, or both. None leaves the current value unchanged."""
+        """Change the weight or the quotas of a project, or both. None leaves the current value unchanged.
+
+        Raise `NotFound` if the project is unknown.
+        """
         with self._writing() as db:
             if name == DEFAULT_PROJECT:
                 first = (name, time.time(), 1.0, msgspec.json.encode(Quotas()))
@@ -142,7 +145,10 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def delete(self, name: str, entry: NewAuditEntry) -> None:
-        """Delete a project and its keys, and record that its store must be removed. Its audit log entries are kept."""
+        """Delete a project and its keys, and record that its store must be removed. Its audit log entries are kept.
+
+        Raise `NotFound` if the project is unknown.
+        """
         with self._writing() as db:
             if not db.execute("DELETE FROM projects WHERE name=?", (name,)).rowcount:
                 raise unknown_project(name)

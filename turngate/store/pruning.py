@@ -52,7 +52,7 @@ def prune(
 
     With `dry_run`, only count these sessions. With `archive`, a session is removed only once it is in the archive. A damaged session
     cannot be archived, so its group is kept. The teacher scores of removed sessions are not archived. They are removed from the
-    default score cache.
+    default score cache. Raise `Conflict` if another process is removing sessions from the same shared store.
     """
     files = None if archive is None else SessionArchive(archive)
     with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:

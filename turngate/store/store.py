@@ -266,7 +266,10 @@ class Store:
         return next(self._rows("WHERE secret=?", (secret,)), None)
 
     def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
-        """Return up to `limit` sessions with keys below `before`, newest first. Damaged sessions are included and marked."""
+        """Return up to `limit` sessions, newest first. Damaged sessions are included and marked.
+
+        If `status` is set, return only sessions with this status. If `before` is set, return only sessions with lower keys.
+        """
         wheres, values = ["key < ?"], [before if before is not None else 2**62]
         parameters: list[object] = list(values)
         if status is not None:

@@ -116,12 +116,12 @@ class ArchiveCache:
         return self._path(digest).is_file()
 
     def read(self, digest: str) -> bytes:
-        """Return the content of an archive, for sending it to another machine."""
+        """Return the content of an archive, for sending it to another machine. Raise `ArchiveError` if it is missing or damaged."""
         with self._open(digest) as file:
             return file.read()
 
     def add(self, digest: str, data: bytes) -> None:
-        """Store an archive that was received from another machine."""
+        """Store an archive that was received from another machine. Raise `ArchiveError` if it is too large or damaged."""
         if len(data) > self._max_bytes:
             raise ArchiveError(f"archive {digest[:12]} has {len(data)} bytes; the limit is {self._max_bytes}")
         if hashlib.sha256(data).hexdigest() != digest:
@@ -209,7 +209,7 @@ class ArchiveCache:
     # ── eviction ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _evict(self) -> None:
-        """Remove the least recently used archives of all projects until the rest fit the limit.
+        """Remove the least recently used archives of all projects until the remaining ones fit the limit.
 
         Keep archives that are in use or were used recently.
         """

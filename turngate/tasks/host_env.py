@@ -55,7 +55,10 @@ def find_host_values(task: Task) -> list[str]:
 
 
 def read_variable(name: str, environment: Mapping[str, str], user: str, default: str | None = None) -> str:
-    """Return the value of a variable in `environment`. In error messages, `user` describes what needs the variable."""
+    """Return the value of a variable in `environment`, or `default` if it is not set.
+
+    Raise `ConfigError` if both are missing, or if the name is reserved. In error messages, `user` describes what needs the variable.
+    """
     if name.startswith(RESERVED_PREFIXES):
         raise ConfigError(
             f"{user} must not use the environment variable {name}, because names that start with "
@@ -65,8 +68,8 @@ def read_variable(name: str, environment: Mapping[str, str], user: str, default:
     value = environment.get(name, default)
     if value is None:
         raise ConfigError(
-            f"{user} needs the environment variable {name}, which is not set on the machine of the cell that ran it; set it in the "
-            "environment of that cell, and restart the cell",
+            f"{user} needs the environment variable {name}, which is not set in the environment of the cell that ran it; set it "
+            "there, and restart the cell",
             param=name,
         )
     return value

@@ -12,7 +12,10 @@ IMAGELESS = ("local", "bubblewrap")  # sandboxes that use this machine's own fil
 def build_sandbox_spec(
     task: Task, backend: Backend, *, image: str = "", resources: Resources = Resources()
 ) -> SandboxSpec:
-    """Build the spec of the sandbox that a task needs. `image` and `resources` take precedence over the task's own settings."""
+    """Build the spec of the sandbox that a task needs. `image` and `resources` take precedence over the task's own settings.
+
+    Raise `TaskError` if this kind of sandbox cannot use the task's image or Dockerfile.
+    """
     if task.files is None and not image:  # the agent's files are in the image
         if task.dockerfile is not None and backend.name != "docker":
             built = (

@@ -60,6 +60,7 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> Rollout
     """Start recording the spans of this process.
 
     If `exporter` is None, spans are sent over HTTP to the OTLP endpoint that the environment sets, or else to the SDK's default endpoint.
+    Raise `ConfigError` if OpenTelemetry is not installed.
     """
     global _current
     try:

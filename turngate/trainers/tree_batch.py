@@ -57,7 +57,7 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
     logprobs: Tensor  # as recorded; NaN if there is none
     advantages: Tensor  # of the token's rollout; NaN for untrained tokens
     turn_advantages: Tensor  # of the token's turn; NaN for tokens without a turn advantage
-    turn_rewards: Tensor  # each reward of a turn at the last of its tokens, and 0 elsewhere
+    turn_rewards: Tensor  # the sum of a turn's rewards at its last token, and 0 elsewhere
     weights: Tensor  # of the row that trains the token, 1/K if the rollout has K rows; NaN for untrained tokens
     rows: Tensor  # index of the row that trains the token, in the order of the trees and their rows; -1: untrained
     row_tokens: Tensor  # number of trained tokens in each row

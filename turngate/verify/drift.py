@@ -399,7 +399,7 @@ class _ForkDescriber:
     def _find_departure(self, context: StoredContext, prompt: Ids) -> tuple[StoredNode | None, int]:
         """Return the end of the branch that shares the longest prefix with a context, and the length of that prefix in tokens.
 
-        Only nodes that were recorded before the context are considered.
+        Only nodes that were recorded before the context are considered. If there are none, the branch is None.
         """
         best: tuple[int, int, StoredNode | None] = (0, 0, None)
         waiting: list[tuple[StoredNode, int]] = [(root, 0) for root in self._session.roots if root.id < context.id]
@@ -441,7 +441,10 @@ class _ForkDescriber:
     def _explain_rewrite(
         self, left: StoredNode | None, token: int, context: StoredContext, now: list[Message]
     ) -> tuple[str, str]:
-        """Return how the template or the agent changed a turn, and a detail. The changed turn starts where the original starts."""
+        """Return how the template or the agent changed a turn, and a detail.
+
+        The changed turn is assumed to start at the same token as the original.
+        """
         at = None
         for node in path(left):
             if isinstance(node, StoredTurn) and node.parent.length <= token <= node.length:

@@ -75,7 +75,7 @@ def check_rows(
 ) -> dict[int, int]:
     """Check a session's rows. Return the number of trained tokens of each row that a trainer receives, by branch.
 
-    `given` builds the rows. `sound` is True if the checks of the trace found no errors.
+    `given` builds the rows. If it fails, return an empty dictionary. `sound` is True if the checks of the trace found no errors.
     """
     names = ("rows", "masks", "once", "reasons", "roles")
     try:

@@ -67,7 +67,7 @@ class SharedSessionReader(SessionReader):
             ) from None
         if version not in SHARED_SCHEMAS:
             raise ConfigError(
-                f"data: {self._name} has schema version {version}, but this version of Turngate supports "
+                f"data: {self._name} has schema version {version}, but this version of Turngate supports versions "
                 f"{SHARED_SCHEMAS[0]} to {SHARED_SCHEMAS[-1]}; use the turngate version that wrote it",
                 param="data",
             )

@@ -449,7 +449,7 @@ class SessionReader:
             self._db.close()
             hint = "; use the turngate version that wrote it" if version else _NO_WAL
             raise ConfigError(
-                f"data: {file} has schema version {version}, but this version of Turngate supports "
+                f"data: {file} has schema version {version}, but this version of Turngate supports versions "
                 f"{SCHEMAS[0]} to {SCHEMAS[-1]}{hint}",
                 param="data",
             )
@@ -482,7 +482,7 @@ class SessionReader:
         with self._snapshot():
             record = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
             if record is None:
-                raise NotFound(f"session {session_id!r} was not found in {self.path}")
+                raise NotFound(f"session {session_id!r} does not exist")
             nodes = self._db.execute(_NODES, (record["key"],)).fetchall()
             stored = self._db.execute(_PREAMBLES, (record["key"],)).fetchall()
             related = self._read_related(record["key"], session_id)

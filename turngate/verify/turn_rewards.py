@@ -54,7 +54,7 @@ class RowWithRewards(Protocol):
 
 
 def read_turn_rewards(session: StoredSession) -> tuple[Json, Json]:
-    """Return the turn rewards and the reward of the stored outcome. Each is None if it is missing."""
+    """Return the turn rewards and the reward of the stored outcome. Each is None if it is missing or cannot be read."""
     outcome = session.related.outcome
     if outcome is None or not isinstance(outcome.raw, (bytes, str)):
         return None, None  # reported by the outcome check

@@ -122,7 +122,7 @@ class SpotChecker:
             self._thread.join()
 
     def submit(self, session_id: str) -> None:
-        """Submit a session that has ended. Only every n-th session is queued."""
+        """Submit a session that has ended. Only every n-th session is queued, and none while the queue is full."""
         self._seen += 1
         if self._seen % self._every:
             return

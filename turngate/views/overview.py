@@ -146,7 +146,7 @@ class Overview(RolloutIndex):
         return {"cursor": cursor, **show_group(name, members, trains, deliveries)}
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of a group's rollouts that have a session, oldest first."""
+        """Return the ids and session keys of a group's rollouts that have a session, oldest first. Raise `NotFound` if there are none."""
         self.refresh(store)
         entries = [entry for entry in self.entries.values() if entry.row.group == name] if name else []
         started = sorted((entry.key, entry.row.id) for entry in entries if entry.key)

@@ -450,7 +450,7 @@ def _message_to_json(message: Message, *, whole: bool) -> dict[str, Json]:
 
 
 def _group_rewards(rewards: Sequence[TurnReward]) -> dict[int | None, list[Json]]:
-    """Return the rewards of each turn as JSON, by node id."""
+    """Return the rewards of each turn as JSON, by node id. Rewards whose turn is unknown have the key None."""
     by_turn: dict[int | None, list[Json]] = {}
     for reward in rewards:
         by_turn.setdefault(reward.turn, []).append(msgspec.to_builtins(reward))

@@ -469,7 +469,7 @@ def _choose_device(device: str) -> str:
         raise ConfigError(f"device must be auto, cpu or cuda, not {device!r}", param="device")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "device (engine_device in a gateway's settings) is cuda, but torch found no CUDA device; set it to cpu",
+            "device (engine_device in a gateway's settings) is cuda, but torch found no CUDA device; use cpu instead",
             param="device",
         )
     return device

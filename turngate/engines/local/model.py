@@ -139,7 +139,7 @@ def _speeds(rope: Rope, head: int) -> Tensor:
 
 
 def _causal(mask: Tensor | None) -> Attend:
-    """Return a function that computes attention within each row of tensors (rows, length, heads, head). Without a mask, it is causal."""
+    """Return a function that computes attention within each row of tensors (rows, length, heads, head). If `mask` is None, it is causal."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -63,7 +63,7 @@ class LocalScoring:
                 hidden = self._model.compute_hidden(row[None])[0]
                 found = [self._score_span(hidden, row, span, top_k) for span in spans]
         except RuntimeError as error:  # out of memory, for example
-            raise EngineError(f"{self.name}: the model failed: {error}") from error
+            raise EngineError(f"{self.name}: scoring failed: {error}") from error
         check_scores(self.name, spans, found, top_k)
         return found
 

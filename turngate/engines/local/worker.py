@@ -132,7 +132,7 @@ class Worker:
         return hold.reached
 
     def resume(self, version: int | None = None) -> None:
-        """End a hold. When no holds remain, resume sampling with the weights of `version`.
+        """End a hold. When no holds remain, resume sampling with the weights of `version` (None: unknown).
 
         Interrupted calls keep their sampled tokens. Cached prefixes are discarded, because they were computed with the old weights.
         """

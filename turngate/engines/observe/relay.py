@@ -46,7 +46,8 @@ async def stream_answer(
 ) -> AsyncGenerator[RelayChunk, None]:
     """Yield the answer in chunks. Chunks from the same read are merged where possible.
 
-    If an event is an error or is invalid, the output that precedes it is yielded before the error is raised.
+    If an event is an error or is invalid, the output that precedes it is yielded before the error is raised. Raise `EngineUnavailable` if
+    the reply ends without a finish reason.
     """
     async for batch in batches:
         chunks: list[RelayChunk] = []
@@ -136,7 +137,10 @@ class StreamingRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send the call. If it is rejected, send it again without the rejected optional fields or with a lower token limit, if possible."""
+        """Send the call, and return the body that the endpoint accepted.
+
+        If the call is rejected, send it again without the rejected optional fields or with a lower token limit, if possible.
+        """
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == self.dialect else SHRINKS
         while True:

@@ -28,7 +28,7 @@ _NEVER_FORWARDED = re.compile(
 class RelayBody(msgspec.Struct, frozen=True):
     """A request body for an endpoint.
 
-    `optional` maps each field that may be left out or replaced to words that identify the field in a rejection.
+    `optional` contains the fields that may be left out or replaced, each with the words that identify it in a rejection.
     """
 
     body: dict[str, Any]

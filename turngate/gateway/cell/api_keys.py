@@ -69,7 +69,7 @@ class KeyFollower:
         except TurngateError as error:
             if not self._is_away:
                 log.warning(
-                    "cannot read the API keys: %s; the cell keeps retrying and, in the meantime, uses the keys that it read last",
+                    "cannot read the API keys: %s; the cell keeps retrying and, in the meantime, uses the keys that it read last, if any",
                     error.message,
                 )
             self._is_away = True

@@ -88,7 +88,7 @@ class LeaseKeeper:
             except TurngateError as error:
                 self._lease.fail(self._clock())
                 if not self._is_away:
-                    log.warning("cannot renew the lease: %s; retrying", error.message)
+                    log.warning("cannot renew the lease or register this cell again: %s; retrying", error.message)
                 self._is_away = True
             except Exception:
                 self._lease.fail(self._clock())

@@ -77,7 +77,7 @@ class Lease:
         self._next = now + (pause / _FIRST_RETRIES if self._failures <= _FIRST_RETRIES else pause)
 
     def lose(self, renewal: Renewal) -> None:
-        """End the lease, because the cell is no longer active in the shared store."""
+        """End the lease, because the cell is no longer active in the shared store. Ignore a reply that concerns an earlier id."""
         if renewal.cell == self.cell:
             self._lost = True
             self.deadline = -math.inf

@@ -150,7 +150,10 @@ class ServingGuard:
         await asyncio.gather(*(sessions.interrupt_calls() for _, sessions in self._parts))
 
     async def stop_foreign_sessions(self) -> None:
-        """Cancel this worker's sessions that belong to earlier ids of the cell, then serve under the current id."""
+        """Cancel this worker's sessions that belong to earlier ids of the cell, then serve under the current id.
+
+        If a session cannot be cancelled and could still serve calls, do not serve yet. `run` tries again.
+        """
         term, cell = self.permit.term, self.permit.cell
         for outbox, sessions in list(self._parts):
             outbox.cell = cell

@@ -78,7 +78,7 @@ class Shipper:
             self._wakeup.set()
 
     def stop(self, wait_s: float) -> None:
-        """Ship due sessions for up to `wait_s` seconds, then stop. Sessions that are not shipped by then stay in the outbox."""
+        """Ship due sessions for up to `wait_s` seconds, or until a failure, then stop. Sessions not shipped by then stay in the outbox."""
         end = time.monotonic() + wait_s
         while time.monotonic() < end and self._thread.is_alive() and not self._failures:
             if not self.outbox.find_due(time.time(), 1):
@@ -196,5 +196,8 @@ class Shipper:
         self.shipped += len(read)
 
     def _set_aside(self, row: UnshippedSession, message: str) -> None:
-        log.error("a session cannot be shipped and stays in this cell: %s", message)
+        log.error(
+            "a session cannot be shipped; it stays in this cell and is retried when it changes or the cell restarts: %s",
+            message,
+        )
         self.outbox.mark_failed(row, message)

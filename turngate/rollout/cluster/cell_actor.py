@@ -80,7 +80,7 @@ class CellActor:
         return msgspec.json.encode(await asyncio.shield(self._ready))
 
     async def run(self, order: bytes, archive: list[Any]) -> bytes:
-        """Run an order to its end, and return how it ended.
+        """Run an order to its end, and return how it ended. Raise `CellUnusable` if the cell exits first.
 
         `archive` is a list with the Ray reference to the task's archive. It is empty if the task has no archive.
         """

@@ -151,7 +151,8 @@ def claim_folder(place: str, shared: str) -> Path:
     """Lock a folder below `place` that no other process on this machine uses, and return it. It stays locked until this process ends.
 
     A new cell on the same machine gets the folder of a cell that has ended, and ships the sessions that the old cell could not ship. Each
-    shared store has separate folders, so that every session is shipped to the store of its batch.
+    shared store has separate folders, so that every session is shipped to the store of its batch. Raise `ConfigError` if no
+    folder can be locked.
     """
     root = Path(place).expanduser() / parse_database_url(shared).folder.name
     for number in range(1, _MAX_FOLDERS + 1):
@@ -161,7 +162,7 @@ def claim_folder(place: str, shared: str) -> Path:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"{root} cannot be written to ({error.strerror}); run `ray start` on this node with TURNGATE_CELL_DATA set to a writable "
+                f"{root} cannot be written to ({error.strerror}); restart Ray on the node with TURNGATE_CELL_DATA set to a writable "
                 "folder"
             ) from None
         try:
@@ -172,7 +173,7 @@ def claim_folder(place: str, shared: str) -> Path:
         except OSError as error:
             os.close(lock)
             raise ConfigError(
-                f"{root} cannot be locked ({error.strerror}); run `ray start` on this node with TURNGATE_CELL_DATA set to a folder on a "
+                f"{root} cannot be locked ({error.strerror}); restart Ray on the node with TURNGATE_CELL_DATA set to a folder on a "
                 "file system that supports locks"
             ) from None
     raise ConfigError(

@@ -225,7 +225,8 @@ class _RayAttempt:
     async def _confirm(self, result: AttemptResult, cell: PlacedCell) -> AttemptResult:
         """Wait until the shared store has the outcome, if there is one to ship, and return the result.
 
-        A group must not be closed before that. If the outcome does not arrive in time or does not count, settle the attempt.
+        A group must not be closed before its outcomes have arrived. If this outcome does not arrive in time or does not count, settle the
+        attempt.
         """
         outcome = result.outcome
         if result.verdict.kind == "cancelled" and await self._shared.is_superseded(self._order):

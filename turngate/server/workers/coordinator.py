@@ -4,7 +4,7 @@ Worker 0 changes the engines, and pauses and resumes calls, for all workers. Any
 
 Each worker has a fence, at which calls wait during weight updates. A pause or resume is written to the store before the other workers are
 notified, so a worker that restarts during a pause is paused again, at the right version. A pause or resume waits for a
-worker that is restarting. If the worker does not answer in time, it fails with `Stopping` and can be repeated.
+worker that is restarting. If the worker does not answer in time, the pause or resume fails with `Stopping` and can be repeated.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class PeerWorkers:
     async def open_socket(
         self, number: int, target: str, headers: Sequence[tuple[str, str]]
     ) -> aiohttp.ClientWebSocketResponse:
-        """Open a WebSocket to another worker. Wait if the worker is restarting."""
+        """Open a WebSocket to another worker. Wait if the worker is restarting. Raise `SocketRefused` if the worker refuses it."""
         url = URL(f"http://worker{target}", encoded=True)
         client = self._clients[number]
         try:

@@ -377,7 +377,7 @@ class WorkerProcess:
 
 @contextmanager
 def _lock_data(data: Path) -> Iterator[IO[bytes]]:
-    """Lock the data folder. If a front was killed, wait for its workers, which hold the lock until they exit."""
+    """Lock the data folder. If a front was killed, wait up to `LOCK_WAIT_S` for its workers, which hold the lock until they exit."""
     end = time.monotonic() + LOCK_WAIT_S
     waiting = False
     while True:
@@ -397,7 +397,7 @@ def _lock_data(data: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _socket_folder(data: Path) -> Iterator[Path]:
-    """Create a folder for the workers' private sockets, accessible only to this user."""
+    """Create a folder for the workers' private sockets, accessible only to this user. Remove it after the block."""
     folder = (data / "sockets").absolute()
     if len(os.fsencode(folder)) > PATH_BYTES - 5:
         folder = Path(tempfile.mkdtemp(prefix="turngate-"))

@@ -168,7 +168,7 @@ def sum_sessions(db: StoreConnection, ids: Sequence[str]) -> dict[str, EventTota
 
 
 def find_stages(db: StoreConnection, ids: Sequence[str]) -> dict[str, tuple[RawEvent, RawEvent]]:
-    """Return the first and the last stage event of each session."""
+    """Return the first and the last stage event of each session that has any, by session id."""
     one = "(SELECT seq FROM events WHERE session=wanted.id AND kind='stage' ORDER BY seq {} LIMIT 1)"
     query = (
         f"SELECT seq, time, session, kind, data FROM events WHERE seq IN (SELECT {one.format('')} FROM unnest(?::text[]) AS wanted(id)"
@@ -187,7 +187,7 @@ def find_deleted(db: StoreConnection, ids: Sequence[str]) -> set[str]:
 
 
 def find_turn_ends(db: StoreConnection, keys: Sequence[int]) -> dict[int, tuple[bytes, bytes]]:
-    """Return the info of the first and the last turn of each session."""
+    """Return the info of the first and the last turn of each session that has any, by session key."""
     one = "(SELECT info FROM nodes WHERE session=wanted.key AND kind='sampled' ORDER BY id {} LIMIT 1)"
     query = f"SELECT key, {one.format('')}, {one.format('DESC')} FROM unnest(?::int8[]) AS wanted(key)"
     return {key: (first, last) for key, first, last in db.execute(query, (list(keys),)).fetchall() if first is not None}

@@ -237,7 +237,7 @@ class RolloutPages:
     def trends(
         self, prefix: str, width: float, versions: Sequence[tuple[float, int]], first: int | None
     ) -> list[TrendPoint]:
-        """Return totals of the rollouts that have an outcome, in intervals of `width` seconds.
+        """Return totals of the rollouts with an outcome whose group names start with `prefix`, in intervals of `width` seconds.
 
         `versions` has (time, version) for each policy version that became active. `first` is the version that was active before these, or
         None if it is unknown.
@@ -256,7 +256,10 @@ class RolloutPages:
         return [TrendPoint(*row) for row in rows]
 
     def reward_totals(self, prefix: str) -> list[tuple[str, str, int, float, int]]:
-        """Return (task, kind of task, policy version, sum of the rewards, number of graded rollouts) for each task and version."""
+        """Return (task, kind of task, policy version, sum of the rewards, number of graded rollouts) for each task and version.
+
+        Only rollouts of groups with names that start with `prefix` are counted. The version is the one with which a rollout started.
+        """
         where, values = _starting_with(prefix)
         query = (
             "SELECT task, task_kind, version_start, sum(usable_reward), count(*) FROM rollout_list"
@@ -306,7 +309,10 @@ class RolloutPages:
             return [(number, counts) for number, *counts in db.execute(query, (float(bucket_s), float(width)))]
 
     def failures(self, prefix: str, limit: int, examples: int) -> tuple[dict[str, int], list[FailureCount]]:
-        """Return the number of failures of each class, and the most frequent texts of each class."""
+        """Return the number of failures of each class, and the `limit` most frequent texts of each class.
+
+        Each text comes with its number of rollouts, and the ids of the newest of these rollouts, at most `examples`.
+        """
         where, values = _starting_with(prefix)
         query = (
             "SELECT failure, failure_text, rollouts, total,"

@@ -151,7 +151,10 @@ class ShipmentWriter:
         self._compression: str | None = None  # statement that chooses the compression; None: not determined yet
 
     def write(self, shipments: Sequence[Shipment]) -> None:
-        """Write shipments in one transaction. If this fails, none of them is written."""
+        """Write shipments in one transaction. If this fails, none of them is written.
+
+        Raise `ConflictingShipment` or `RejectedShipment` if one of them can never be written.
+        """
         if not shipments:
             return
         try:

@@ -92,7 +92,7 @@ def _refuse_deleted(db: Connection, schema: str) -> None:
     """
     project = schema.removeprefix("project_")
     if db.execute("SELECT 1 FROM settings WHERE name=%s", (f"{DELETED}{project}",)).fetchone() is not None:
-        raise ConfigError(f"data: project {project!r} was deleted", param="data")
+        raise ConfigError(f"data: project {project!r} was deleted; use a different project", param="data")
 
 
 def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:

@@ -275,7 +275,10 @@ def _run_foreign_parser(kind: str, name: str, log: str) -> dict[str, str]:
 
 
 def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
-    """Run `swebench` in a separate process. Raise `Undecided` if it cannot parse a log, because the work may be at fault."""
+    """Run `swebench` in a separate process. Without `arguments`, it lists its parsers and repositories.
+
+    Raise `Undecided` if it cannot parse a log, because the work may be at fault, and `ConfigError` if it cannot list its parsers.
+    """
     command = [sys.executable, "-I", "-c", _SWEBENCH_SCRIPT, *arguments]
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_TIMEOUT_S, check=False)  # noqa: S603

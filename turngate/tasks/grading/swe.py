@@ -135,9 +135,7 @@ async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: 
     output = (done.stdout + done.stderr).decode("utf-8", "replace").strip()[-500:]
     if done.exit_code == _NO_PATCH:
         log.add("test patch", done.stdout + done.stderr)
-        raise TaskError(
-            f"task: {task.id}: test_patch cannot be applied to the base commit: {output}", param="test_patch"
-        )
+        raise TaskError(f"task: {task.id}: test_patch cannot be applied: {output}", param="test_patch")
     if done.exit_code or done.timed_out:
         failed = output or f"exit code {done.exit_code}"
         reason = f"it took longer than {grading_sandbox.STEP_TIMEOUT_S:g} s" if done.timed_out else failed

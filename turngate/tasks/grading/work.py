@@ -30,8 +30,8 @@ async def collect_work(
 ) -> Work:
     """Copy the sandbox's working folder to the new host folder `folder`, including its `.git` if `git` is set.
 
-    Raise `SandboxError` if the sandbox fails. If the working folder cannot be copied because it exceeds a limit, such as that on its size,
-    the agent is at fault, and `lost` in the returned work says so.
+    Raise `SandboxError` if the sandbox fails. If the working folder no longer exists, the work is empty, and `left_out` says so. If the
+    working folder exceeds a limit, such as the limit on its size, the agent is at fault: the work is empty, and `lost` says why.
     """
     lost, skipped = "", tuple[str, ...]()
     try:

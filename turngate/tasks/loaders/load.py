@@ -227,6 +227,9 @@ def _read_json(path: Path) -> Iterator[tuple[int, object]]:
         whole = _decode_json(path.read_bytes())
     except OSError as error:
         raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="tasks") from None
+    if isinstance(whole, ValueError | RecursionError):
+        reason = "is nested too deeply" if isinstance(whole, RecursionError) else f"is not valid JSON: {whole}"
+        raise TaskError(f"task: {path} {reason}", param="tasks")
     yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
 
 

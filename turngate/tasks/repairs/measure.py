@@ -226,7 +226,7 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
 
 
 def find_excerpt(log: str, case: str) -> str:
-    """Return a failed test's report from pytest's log, shortened if it is long, and without control characters."""
+    """Return a failed test's report from pytest's log, shortened and without control characters, or an empty string if there is none."""
     name = case.partition("::")[2].replace("::", ".")
     lines = log.splitlines()
     header = re.compile(rf"_+ (ERROR at \w+ of )?{re.escape(name)} _+")

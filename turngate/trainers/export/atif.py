@@ -158,7 +158,11 @@ def _arguments(written: str) -> dict[str, Json]:
 
 
 def _metrics(node: Sampled, span: RowSpan, choices: ExportChoices) -> dict[str, Json]:
-    """Return the metrics of a turn. Token counts and ids are left out if the endpoint returned no token ids."""
+    """Return the metrics of a turn.
+
+    Token counts, ids and log-probabilities are left out if the endpoint returned no token ids. Log-probabilities are also left out if any
+    of them is missing.
+    """
     exact = node.info.capture == "tokens"
     logprobs = [math.nan] if node.logprobs is None else node.logprobs
     scored = exact and len(logprobs) == node.size and bool(np.isfinite(logprobs).all())

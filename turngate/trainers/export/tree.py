@@ -197,8 +197,11 @@ def _parse(name: str, text: str) -> Any:
 
 def rebuild_rows(record: Record) -> list[Record]:
     """Return the records that `turngate export rows` writes for the rollout of a tree. Ids, mask and log-probabilities are arrays."""
-    shared = {name: record[name] for name in ROLLOUT_COLUMNS}
     exported = decode_tree(record)
+    for name in ROLLOUT_COLUMNS:
+        if name not in record:
+            raise ConfigError(f"{name} is missing; export the tree again", param=name)
+    shared = {name: record[name] for name in ROLLOUT_COLUMNS}
     return [
         {
             **describe_row(shared, row),

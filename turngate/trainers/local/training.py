@@ -74,8 +74,8 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.settings.teacher_kl:
             raise ConfigError(
-                "teacher_kl must be 0 here, because the feed of a TrainingGoal has no teacher; open the feed yourself with a teacher, and "
-                "pass that feed to Trainer.run (docs/training.md)",
+                "teacher_kl must be 0 in a TrainingGoal, because its feed has no teacher; to use a teacher, open a feed with one, and pass "
+                "that feed to Trainer.run (docs/training.md)",
                 param="teacher_kl",
             )
         for task in self.batch.tasks:

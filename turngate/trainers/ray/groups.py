@@ -108,8 +108,8 @@ def open_groups(
 ) -> GroupIterator:
     """Start the actor that reads a feed of the gateway at `url`, and return an iterator over its groups.
 
-    If `admin_key` is empty, the gateway's admin key is read from TURNGATE_ADMIN_KEY. `options`, such as `num_cpus` or `resources`,
-    are passed to the Ray actor.
+    If `admin_key` is empty, the gateway's admin key is read from TURNGATE_ADMIN_KEY, or from the file that TURNGATE_ADMIN_KEY_FILE names.
+    `options`, such as `num_cpus` or `resources`, are passed to the Ray actor.
     """
     try:
         import ray

@@ -79,7 +79,7 @@ def _read_teacher_key() -> str:
 
 
 def open_engine(config: TeacherConfig) -> ScoringEngine:
-    """Connect to the teacher's server, or load a local teacher."""
+    """Create a client for the teacher's server, or load a local teacher."""
     match config.engine:
         case "vllm":
             return VLLMScoring("vllm", config.url, config.model, key=_read_teacher_key())

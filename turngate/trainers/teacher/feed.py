@@ -57,7 +57,10 @@ class FeedTeacher:
         return self._teacher.summary
 
     async def score(self, delivery: Delivery) -> Delivery:
-        """Return the delivery with the teacher's scores. If the teacher fails, raise `TeacherUnavailable`. The call can then be repeated.
+        """Return the delivery with the teacher's scores.
+
+        If the teacher fails, raise `TeacherUnavailable`. The call can then be repeated. Raise `ConfigError` if the teacher's vocabulary
+        differs from that of the delivery or cannot be compared.
 
         If a call is cancelled, its scoring continues, and the next call with the same delivery waits for it.
         """

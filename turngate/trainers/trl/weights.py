@@ -69,8 +69,8 @@ class FencedTransfer:
     """A weight transfer that runs inside the gateway's fence.
 
     With `pause="hold"`, calls in flight continue with the new weights, and their turns record both versions. With `"drain"`, the pause
-    waits until they have ended. `limit_s` limits the time from the pause to the first weight. For a drain, it must exceed the duration of
-    the longest call.
+    waits until those calls have ended. `limit_s` limits the time from the pause to the first weight. For a drain, it must exceed the
+    duration of the longest call.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class FencedTransfer:
             return
         if self._sending:
             log.warning(
-                "the weight update was not completed, and the engine may have a mix of two versions, so %s stays paused; to continue, "
-                "start a trainer, which sends all weights, or restart the engine and call POST /admin/fence/resume",
+                "the weight update was not completed, and the engine may have a mix of two versions, so the gateway at %s stays paused; to "
+                "continue, start a trainer, which sends all weights, or restart the engine and call POST /admin/fence/resume",
                 self._gateway.url,
             )
             return
@@ -143,7 +143,7 @@ class FencedTransfer:
             self._thread.run(self._gateway.resume())
         except TurngateError as error:
             log.warning(
-                "could not resume %s, which stays paused for up to %g s: %s",
+                "could not resume the gateway at %s, which stays paused for up to %g s: %s",
                 self._gateway.url,
                 self._limit_s,
                 error.message,
