@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,6 +252,53 @@ def test_unreachable_server_is_connect_failed(loop: str) -> None:
         for url in ("http://127.0.0.1:1", "http://nowhere.invalid"):
             with pytest.raises(ConnectFailed):
                 await ConnectionPool(url, **given).request("POST", "/", b"", {})
+
+    run_on(loop, scenario())
+
+
+# A self-signed certificate for other.test, with its key. `openssl req -x509` made it for this test.
+OTHER_TEST = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgj5WS1yKeiXhLwXk9
+MqH6IHzudcBQs2H2iNt99rIaPwmhRANCAAT4zAY8MwV/IU1gCP1e+XeTrPjI30ju
+I3DGUUv+T+OoZpsmfVU/N9HWKtT2EDKgwcY5955tR7M2eGlzh+VRawAK
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBmDCCAT6gAwIBAgIUBstws7MxqddU4FukhqxMfNG2vwcwCgYIKoZIzj0EAwIw
+FTETMBEGA1UEAwwKb3RoZXIudGVzdDAgFw0yNjExMTkxODQxMDlaGA8yMTI2MTAy
+NjE4NDEwOVowFTETMBEGA1UEAwwKb3RoZXIudGVzdDBZMBMGByqGSM49AgEGCCqG
+SM49AwEHA0IABPjMBjwzBX8hTWAI/V75d5Os+MjfSO4jcMZRS/5P46hmmyZ9VT83
+0dYq1PYQMqDBxjn3nm1HszZ4aXOH5VFrAAqjajBoMB0GA1UdDgQWBBRdpud+d96v
+79Py1RzqV4oRXUZyljAfBgNVHSMEGDAWgBRdpud+d96v79Py1RzqV4oRXUZyljAP
+BgNVHRMBAf8EBTADAQH/MBUGA1UdEQQOMAyCCm90aGVyLnRlc3QwCgYIKoZIzj0E
+AwIDSAAwRQIhAMrtMb/bjbfu7B9sgqTbWF37H49XLtCG+OWoxLhhV9lPAiAB6y9k
+iW6Jy6N9CV8J3ZrxSBfGI5WfTXNGUYf3WxH1Xw==
+-----END CERTIFICATE-----
+"""
+
+
+@both_loops
+@pytest.mark.parametrize(
+    ("trusted", "reason"), [(False, "self-signed certificate"), (True, "it is for another host name")]
+)
+def test_rejected_certificate_is_explained(
+    loop: str, trusted: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says why, without the host name, which an agent must not see."""
+    (tmp_path / "pem").write_text(OTHER_TEST)
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "pem"))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "pem")
+
+    async def scenario() -> None:
+        listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, ssl=context)
+        url = f"https://localhost:{listening.sockets[0].getsockname()[1]}"
+        connections = ConnectionPool(url, connect_s=scaled(5), silence_s=None, keep_s=1.0, headers={})
+        with pytest.raises(ConnectFailed, match=f"certificate could not be verified: {reason}") as raised:
+            await connections.request("POST", "/", b"", {})
+        assert "localhost" not in str(raised.value) and "other" not in str(raised.value).replace("another", "")
+        listening.close()
 
     run_on(loop, scenario())
 
