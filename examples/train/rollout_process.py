@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -30,6 +30,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
 from turngate.rollout.batch import Batch, BatchResult
 from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.group_closer import RECORDED_CLASSES
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.throttle import no_throttle
 
@@ -107,7 +108,16 @@ async def run_batch(plan: BatchPlan, access: GatewayAccess) -> BatchResult:
         finally:
             if following is not None:
                 following.cancel()
-        return batch.result
+        result = batch.result
+        if throttle is not None:
+            throttle.end(
+                {
+                    one.rollout.rpartition(".")[0]
+                    for one in result.finished
+                    if one.session and one.kind in RECORDED_CLASSES
+                }
+            )
+        return result
 
 
 class SharedThrottle:
@@ -122,6 +132,10 @@ class SharedThrottle:
 
     def mark_trained(self, groups: int) -> None:
         self._trained = max(self._trained, groups)
+
+    def end(self, groups: Collection[str]) -> None:
+        """Count only the groups that the trainer will see, because the batch will not ask again."""
+        self._write(len(groups))
 
     async def __call__(self, number: int) -> None:
         """Wait until the group after this runner's first `number` groups may start."""

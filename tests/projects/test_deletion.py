@@ -13,7 +13,7 @@ from tests.projects.kit import create_key, create_project, project_client
 from tests.projects.test_cells import ask
 from tests.store.kit import finish_rollout
 from turngate.common.database_url import parse_database_url
-from turngate.errors import ConfigError, Conflict, NotFound
+from turngate.errors import ConfigError, Conflict, NotFound, StoreError
 from turngate.store.audit import NewAuditEntry
 from turngate.store.location import count_unfinished
 from turngate.store.projects import ApiKey, ProjectRow, locate_project
@@ -99,6 +99,32 @@ async def test_project_is_deleted_while_the_gateway_runs(tmp_path: Path) -> None
     async with gateway([say("Hello.")], data=tmp_path) as g:
         await until(lambda: not (tmp_path / "projects" / "acme").exists())
         assert [project.project for project in g.app.hosted] == ["other"]
+
+
+async def test_project_is_closed_even_if_its_requests_cannot_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        for name in ("acme", "next"):
+            await create_project(g, name)
+            client = await project_client(g, name)
+            assert (await client.get("/admin/sessions")).status_code == 200  # opens the project
+        [project] = [project for project in g.app.hosted if project.project == "acme"]
+        close, closed = project.close, asyncio.Event()
+
+        async def fail() -> None:
+            raise StoreError("the requests cannot be ended")
+
+        async def note() -> None:
+            await close()
+            closed.set()
+
+        monkeypatch.setattr(project, "end_requests", fail)
+        monkeypatch.setattr(project, "close", note)
+        for name in ("acme", "next"):  # the second shows that the gateway still watches
+            assert (await g.admin.delete(f"/admin/projects/{name}?force=true")).json() == {"deleted": name}
+            await until(lambda name=name: not (tmp_path / "projects" / name).exists())
+        assert closed.is_set()
 
 
 @pytest.mark.needs("postgres")

@@ -296,6 +296,11 @@ async def test_runners_share_a_throttle(tmp_path: Path) -> None:
     first.mark_trained(100)
     for number in range(3, 90):  # the other runner has ended
         await asyncio.wait_for(first(number), 5)
+    third = SharedThrottle(access)
+    second.end(["a"])  # although it started more: the others were empty
+    first.end(["b"])
+    third.mark_trained(2)
+    await asyncio.wait_for(third(2), 5)
 
 
 def test_each_task_has_one_runner() -> None:

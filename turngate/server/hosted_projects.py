@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -115,14 +115,11 @@ class HostedProjects:
         project = self._open.pop(name, None)
         if project is not None:
             log.warning("project %s was deleted; ending its requests and closing its store", name)
-            try:
-                # waits until a shipment in progress has ended
+            # Each step is taken even if another fails. The first waits until a shipment in progress has ended.
+            async with AsyncExitStack() as steps:
+                steps.push_async_callback(project.close)
+                steps.push_async_callback(project.end_requests)
                 await asyncio.to_thread(self._host.detach_project, project)
-                await project.end_requests()
-                await project.close()
-            except BaseException:
-                self._open[name] = project  # for the next try
-                raise
         folder = Path(self._host.config.data) / "projects" / name
         if not self._host.config.is_shared and self._host.shard.number == 0:
             await asyncio.to_thread(_remove_folder, folder)

@@ -2,8 +2,9 @@
 
     python compare.py run/start/before.json run/true0/after.json run/shuffled0/after.json
 
-`train.py` wrote the files. Prints a line for each, as JSON: pass@1, and its difference from the first file. Intervals are 95 % bootstraps
-over tasks. Those of differences are paired: both sides of a difference use the same tasks.
+`train.py` wrote the files. With `--edits`, the tasks have the edit command. Prints a line for each file, as JSON: pass@1, and its
+difference from the first file. Intervals are 95 % bootstraps over tasks. Those of differences are paired: both sides of a difference use
+the same tasks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def count_solved_at_once(graded: Sequence[RolloutLine], shortest: int = SHORTEST
     return sum(one.reward >= 1 and one.turns <= shortest for one in graded)
 
 
-def describe(file: Path, start: Mapping[str, float] | None) -> dict[str, Any]:
+def describe(file: Path, start: Mapping[str, float] | None, shortest: int) -> dict[str, Any]:
     graded = msgspec.json.decode(file.read_bytes(), type=list[RolloutLine])
     rates = compute_rates(graded)
     described: dict[str, Any] = {
@@ -61,7 +62,7 @@ def describe(file: Path, start: Mapping[str, float] | None) -> dict[str, Any]:
         "pass_at_1": sum(rates.values()) / len(rates),
         "interval": find_interval(list(rates.values())),
         "solved_once": sum(rate > 0 for rate in rates.values()) / len(rates),
-        "solved_at_once": count_solved_at_once(graded) / len(graded),
+        "solved_at_once": count_solved_at_once(graded, shortest) / len(graded),
         "turns": sum(one.turns for one in graded) / len(graded),
     }
     if start is not None:
@@ -70,10 +71,11 @@ def describe(file: Path, start: Mapping[str, float] | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    first, *others = map(Path, sys.argv[1:])
+    shortest = 1 if "--edits" in sys.argv else SHORTEST
+    first, *others = (Path(word) for word in sys.argv[1:] if word != "--edits")
     start = compute_rates(msgspec.json.decode(first.read_bytes(), type=list[RolloutLine]))
     for file in (first, *others):
-        print(json.dumps(describe(file, None if file == first else start)))
+        print(json.dumps(describe(file, None if file == first else start, shortest)))
 
 
 if __name__ == "__main__":
