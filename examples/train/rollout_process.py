@@ -30,7 +30,6 @@ from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
 from turngate.rollout.batch import Batch, BatchResult
 from turngate.rollout.connection import GatewayConnector
-from turngate.rollout.group_closer import RECORDED_CLASSES
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.throttle import no_throttle
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 TaskT = TypeVar("TaskT")
 _COUNT_BYTES = 8
+_RECORDED = ("graded", "agent failed", "invalid task")  # the classes that trainers see
 
 
 class GatewayAccess(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,11 +111,7 @@ async def run_batch(plan: BatchPlan, access: GatewayAccess) -> BatchResult:
         result = batch.result
         if throttle is not None:
             throttle.end(
-                {
-                    one.rollout.rpartition(".")[0]
-                    for one in result.finished
-                    if one.session and one.kind in RECORDED_CLASSES
-                }
+                {one.rollout.rpartition(".")[0] for one in result.finished if one.session and one.kind in _RECORDED}
             )
         return result
 
