@@ -51,7 +51,7 @@ class GatewayAccess(msgspec.Struct, frozen=True, kw_only=True):
     ahead: int = 1  # groups ahead of the trainer
     share: int = 0  # which part of the tasks this runner runs
     shares: int = 1  # number of runners that share the tasks
-    started: str = ""  # file in which each runner writes how many groups it has started
+    started: str = ""  # file with the number of groups that each runner has started
 
     def choose_share(self, tasks: Sequence[TaskT]) -> tuple[TaskT, ...]:
         if self.share >= len(tasks):
@@ -119,7 +119,7 @@ async def run_batch(plan: BatchPlan, access: GatewayAccess) -> BatchResult:
 class SharedThrottle:
     """Keeps all runners together at most `ahead` groups ahead of the trainer.
 
-    A runner that has ended, or has only groups without rollouts, does not hold up the others.
+    Groups without rollouts that count, which the trainer never sees, do not hold up the others, even after their runner has ended.
     """
 
     def __init__(self, access: GatewayAccess) -> None:
@@ -130,7 +130,7 @@ class SharedThrottle:
         self._trained = max(self._trained, groups)
 
     def end(self, groups: Collection[str]) -> None:
-        """Count only the groups that the trainer will see, because the batch will not ask again."""
+        """Count only these groups, which the trainer will see. The batch has ended, so it will not report empty groups anymore."""
         self._write(len(groups))
 
     async def __call__(self, number: int) -> None:
@@ -140,7 +140,7 @@ class SharedThrottle:
         self._write(number + 1)
 
     def _write(self, number: int) -> int:
-        """Write how many groups this runner has started. Return how many all runners have started."""
+        """Record the number of groups that this runner has started. Return the number for all runners."""
         with open(self._access.started, "r+b", buffering=0) as file:
             os.pwrite(file.fileno(), number.to_bytes(_COUNT_BYTES), self._access.share * _COUNT_BYTES)
             counts = os.pread(file.fileno(), self._access.shares * _COUNT_BYTES, 0)

@@ -10,9 +10,9 @@ the agent need not read it first:
         return a + b
     END
 
-Each call starts from the original file, keeps the line's indentation, and runs the failing tests. A change that already failed is rejected
-without rerunning the tests. If they pass, the agent's run ends. The
-grader does not use the script: it runs the package's tests on the agent's work, as for every task.
+Each call starts from the original file, keeps the line's indentation, and runs the failing tests. If they pass, the agent's run ends. A
+change that already failed is rejected without rerunning the tests. The grader does not use the script: it runs the package's tests on the
+agent's work, as for every task.
 """
 
 from __future__ import annotations
