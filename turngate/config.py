@@ -1,6 +1,7 @@
 """The settings of `turngate serve`: the type, default and description of each.
 
-Settings are read from a TOML file, and command-line flags override them. Keys are read from the environment or the data folder.
+Settings are read from a TOML file, and command-line flags override them. API keys are not settings: they are read from the environment or
+the data folder.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["completions", "generate"], _about("vLLM: endpoint that receives token ids.", ENGINE)
     ] = "completions"
     engine_key_env: Annotated[str, _about("Name of the environment variable with the engine's API key.", ENGINE)] = ""
-    engine_ranks: Annotated[int, _about("Data-parallel ranks behind each engine URL.", ENGINE)] = 1
+    engine_ranks: Annotated[int, _about("Number of data-parallel ranks behind each engine URL.", ENGINE)] = 1
     routed_experts: Annotated[
         str,
         _about(
@@ -118,7 +119,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 2.0
     model_folder: Annotated[
         str,
-        _about("Folder with config.json and model.safetensors. Defaults to the tokenizer folder.", LOCAL_ENGINE),
+        _about("Folder with config.json and safetensors files. Defaults to the tokenizer folder.", LOCAL_ENGINE),
     ] = ""
     engine_device: Annotated[Literal["auto", "cpu", "cuda"], _about("Device to run the model on.", LOCAL_ENGINE)] = (
         "auto"
@@ -168,7 +169,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "process"
     idle_s: Annotated[float, _about("Seal sessions that have been idle for this many seconds.", LIMITS)] = 24 * 3600
     rest_s: Annotated[
-        float, _about("Evict open sessions from memory after this many idle seconds; 0 sets no limit.", LIMITS)
+        float, _about("Evict open sessions from memory after this many idle seconds; 0 turns this off.", LIMITS)
     ] = 60.0
     max_loaded_mb: Annotated[
         float,
@@ -183,7 +184,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 0.0
     session_days: Annotated[
         float,
-        _about("Remove sessions that ended this many days ago and are no longer needed; 0 keeps all sessions.", LIMITS),
+        _about(
+            "Remove sessions that ended more than this many days ago and are no longer needed; 0 keeps all sessions.",
+            LIMITS,
+        ),
     ] = 0.0
     archive: Annotated[
         str,
@@ -200,7 +204,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_turns: Annotated[bool, _about("Log one line per turn.", OUTPUT)] = False
     log_format: Annotated[
         Literal["text", "json"],
-        _about("Log format; json adds session, rollout, group and worker to each line.", OUTPUT),
+        _about("Log format; json lines include the session, rollout, group and worker, if known.", OUTPUT),
     ] = "text"
     spans: Annotated[
         bool,
@@ -257,7 +261,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float, _about("Stop serving if the shared store has been unreachable for this many seconds.", CELL)
     ] = 30.0
     max_unshipped: Annotated[
-        int, _about("Refuse new sessions while this many ended sessions are not in the shared store yet.", CELL)
+        int,
+        _about(
+            "Refuse a project's new sessions while this many of its ended sessions are not in the shared store yet.",
+            CELL,
+        ),
     ] = 10_000
 
     @property

@@ -236,7 +236,7 @@ class SandboxUnavailable(SandboxError):
 
 
 class SandboxFileMissing(SandboxError):
-    """The file does not exist in the sandbox."""
+    """The file or folder does not exist in the sandbox."""
 
     retry_safe = False
 
@@ -250,7 +250,10 @@ class SandboxStuck(SandboxGone):
 
 
 class SandboxTooLarge(SandboxError):
-    """Files in the sandbox or the output of its processes exceed a limit, such as the limit on disk space. The agent may be at fault."""
+    """Files in the sandbox or the output of its processes cannot be handled, usually because they exceed a limit.
+
+    The agent may be at fault.
+    """
 
     retry_safe = False
 

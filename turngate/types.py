@@ -1,7 +1,6 @@
 """Types shared by every layer: messages, tools, calls, sampling parameters and reply events.
 
-Everything here is plain data. `dialects/` converts wire JSON to these types. The layers above `dialects/` do not handle wire JSON, except
-where the JSON itself is the data (tool schemas and the wire form of tools).
+`dialects/` converts wire JSON to and from these types.
 """
 
 from __future__ import annotations
@@ -87,7 +86,10 @@ SideValues = np.ndarray | RaggedArray
 
 
 class SideArray(msgspec.Struct, frozen=True, eq=False):
-    """Side data: one value for each of several consecutive tokens. The reply starts at token 0; prompt tokens have negative numbers."""
+    """Side data: extra data about consecutive tokens, such as sampling masks, with one value per token.
+
+    The first token of the reply has index 0, and tokens of the prompt have negative indexes.
+    """
 
     name: str
     first: int  # the first token that has a value
@@ -95,7 +97,7 @@ class SideArray(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def end(self) -> int:
-        """The token after the last one that has a value."""
+        """The index of the token after the last one that has a value."""
         return self.first + len(self.values)
 
     def cut(self, first: int, end: int) -> SideArray:
@@ -114,7 +116,7 @@ def ids_from_json(items: bytes) -> Ids:
 
 
 def encode_array(value: object) -> Json:
-    """Encode an array as a list, with null for NaN. Used as `enc_hook` of `msgspec.json.encode`."""
+    """Encode an array as a list, with null for NaN and infinity. Used as `enc_hook` of `msgspec.json.encode`."""
     if isinstance(value, np.ndarray):
         # Encoded as 64-bit numbers, because the shortest form of a 32-bit number would be read back as a different 64-bit number.
         wide = value.astype(np.float64 if value.dtype.kind == "f" else np.int64)
@@ -123,7 +125,10 @@ def encode_array(value: object) -> Json:
 
 
 def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
-    """Decode a list as an array, with NaN for null. Used as `dec_hook` of `msgspec.json.decode`."""
+    """Decode a list of token ids or log-probabilities as an array. A log-probability of null becomes NaN.
+
+    Used as `dec_hook` of `msgspec.json.decode`.
+    """
     dtype = get_args(kind)[-1:]  # compared instead of `kind`, because NDArray is a type alias from numpy 2.5 on
     if not isinstance(items, list):
         raise ValueError(f"expected a list, not {type(items).__name__}")
@@ -141,8 +146,8 @@ def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
 class PromptIds:
     """The ids of a whole prompt, stored as the JSON list that engines accept.
 
-    A prompt is usually only about one percent longer than the one before it, so only its new ids are encoded. The array is decoded on first
-    use.
+    The list is joined from parts. Most of a prompt usually repeats the prompt before it, so parts that are already encoded are used again.
+    The array is decoded on first use.
     """
 
     __slots__ = ("_array", "items", "size")
@@ -182,7 +187,7 @@ NO_LOGPROBS: Logprobs = np.empty(0, LOGPROB_DTYPE)
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """A function call by the model. `arguments` is text that is usually, but not always, valid JSON.
 
-    `signature` is a provider's opaque token for the model's thinking (observe mode). The agent must send it back; the model never reads it.
+    `signature` is a provider's opaque token for the model's thinking (observe mode), which the agent must send back.
     """
 
     id: str
@@ -268,7 +273,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """The tokens that open and close the reasoning at the start of a reply. `is_open` says whether the prompt opens the reasoning."""
+    """The tokens that open and close the reasoning at the start of a reply. `is_open` says whether the prompt ends with `opening`."""
 
     opening: int
     closing: int
@@ -295,7 +300,7 @@ class History(Protocol):
 
     @property
     def items(self) -> Sequence[bytes]:
-        """The items of the request's list of messages, in wire format. The fragments are made from these items."""
+        """The items of the request's list of messages, in wire format. The fragments in `raws` are made from these items."""
 
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
@@ -304,7 +309,7 @@ class History(Protocol):
 
 
 class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """A call's conversation, parent conversation and role, as reported by the agent, for example in headers."""
+    """A call's conversation, parent conversation and role, read from the request as the agent's description specifies."""
 
     thread: str = ""
     parent: str = ""

@@ -55,7 +55,8 @@ def test_run_without_arguments(folder: Path) -> None:
     )
     assert "log-probability" in shown.stdout and "replayed reference solution" in shown.stdout
     exported = run_cli("export", "sft", "--data", folder / "data", "--out", folder / "sft.jsonl")
-    assert "a scripted model replayed it (reference solution)" in exported.output and exported.exit_code != 0
+    left_out = "a rollout with a scripted model instead of a real one (replayed: reference solution)"
+    assert left_out in exported.output and exported.exit_code != 0
 
 
 ONLY = {("codex", "fix-add"), ("pi", "csv-totals")}  # in `make test-all`; the others in `make soak`

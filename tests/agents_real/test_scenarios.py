@@ -264,7 +264,7 @@ def assert_third_turn_aborted(report: Any) -> None:
     main = [branch for branch in branches(report) if "main" in branch.roles]
     assert main == [Branch(None, ("main", "main", "aborted"))], findings(report)
     assert kit.rows(report, "main") == 1 and kit.trained_once(report)
-    [exact] = [finding for finding in report.results if "every recorded id" in finding.name]
+    [exact] = [finding for finding in report.results if "every recorded token id" in finding.name]
     assert exact.ok
 
 

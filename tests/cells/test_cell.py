@@ -254,7 +254,7 @@ def test_bad_settings_name_the_fix_and_no_password(tmp_path: Path, postgres_url:
     assert "shared: the address of the shared store names no database" in fail("--shared", "postgresql://host")
     assert "pass a folder as --data" in fail("--shared", postgres_url, "--data", postgres_url)
     away = fail(TURNGATE_SHARED="postgresql://u:hunter2@127.0.0.1:1/db")
-    assert "shared: cannot connect to postgresql://u@127.0.0.1:1/db" in away and "hunter2" not in away
+    assert "shared: cannot reach postgresql://u@127.0.0.1:1/db" in away and "hunter2" not in away
 
 
 def _verify(data: Path) -> subprocess.CompletedProcess[str]:

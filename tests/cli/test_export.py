@@ -24,7 +24,7 @@ async def test_export_from_served_folder_reports_losses(tmp_path: Path) -> None:
         done = await asyncio.to_thread(run_cli, "export", "sft", "--data", tmp_path / "data", "--out", out)
         assert done.exit_code == 0, done.output
         assert f"1 record of 1 rollout in 1 group → {out}" in done.stdout
-        assert "left out  1 × its session is open (--unfinished includes it)" in done.stdout
+        assert "left out  1 × a rollout: its session is open (--unfinished includes it)" in done.stdout
         assert "lost      log-probabilities and policy versions" in done.stdout
         [record] = [json.loads(line) for line in out.read_text().splitlines()]
         assert record["messages"] == [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
@@ -103,5 +103,6 @@ async def test_filters_without_match_are_named(tmp_path: Path) -> None:
         assert run_rejected(*arguments, *more).startswith(
             f"data: no rollout can be exported with {' '.join(more)} (recorded: 1 rollout); change the filters"
         )
-    assert "so no file was written; left out: 1 × it has no group" in run_rejected(arguments[0], "dpo", *arguments[2:])
+    error = run_rejected(arguments[0], "dpo", *arguments[2:])
+    assert "so no file was written; left out: 1 × a rollout that cannot be compared, because it has no group" in error
     assert not (tmp_path / "out.jsonl").exists()

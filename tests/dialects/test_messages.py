@@ -292,7 +292,7 @@ def test_tool_reference_without_name_is_refused(block: Json, param: str) -> None
     error = decode_error(messages=[{"role": "user", "content": [block]}], tools=[TOOL, DEFERRED])
     assert (error.param, error.message) == (
         f"messages.0.content.0.{param}",
-        f"messages.0.content.0.{param} is missing",
+        f"messages.0.content.0.{param} is missing or empty",
     )
 
 

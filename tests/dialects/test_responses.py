@@ -266,10 +266,7 @@ def test_object_and_missing_arguments() -> None:
 @pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio"])
 def test_non_text_part_names_its_position(kind: str) -> None:
     first, second = (messages({"role": "user", "content": [{"type": kind, "image_url": url}]})[0] for url in ("a", "b"))
-    assert (
-        first.unsupported
-        == f"input[0].content[0].type: {kind!r} parts are not supported; this gateway accepts text only"
-    )
+    assert first.unsupported == f"input[0].content[0].type: {kind!r} parts are not supported here; send text instead"
     assert first.content != second.content or kind != "input_image"
     [tool] = messages(result_item("c", [{"type": kind}]))
     assert tool.unsupported.startswith("input[0].output[0].type:")

@@ -464,7 +464,7 @@ async def test_health() -> None:
         server.documents["/v1/models"] = {"object": "list", "data": []}
         engine.model = ""
         [health] = await engine.health()
-        assert (health.ok, health.detail) == (False, "it serves no models")
+        assert (health.ok, health.detail) == (False, "the engine serves no models")
         server.documents["/health"] = 503
         [health] = await engine.health()
         assert not health.ok

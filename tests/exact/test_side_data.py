@@ -154,7 +154,7 @@ def check_export(folder: Path, expected: Expected) -> None:
         export(folder, out, ExportChoices(format="rows", side=NAMES, wanted=RolloutFilter()))
     except Exception as error:
         unrecorded = "--side must be one of" in str(error) and not expected.has_scores()
-        assert unrecorded or "it has nothing to train on" in str(error) or "refused" in str(error)
+        assert unrecorded or "a rollout with nothing to train on" in str(error) or "refused" in str(error)
         return
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     for record in rows:

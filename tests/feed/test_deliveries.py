@@ -266,9 +266,9 @@ def test_side_data_is_decoded_without_a_copy() -> None:
         ({"side": (column(dtype="float64"),)}, "experts has the unknown type 'float64'"),
         (
             {"side": (column(spans=((1, 5),)),)},
-            "the spans of experts, .*, overlap, are out of order, or lie outside the 4 tokens",
+            "the spans of the side data experts, .*, overlap, are out of order, or lie outside the 4 tokens",
         ),
-        ({"side": (column(spans=((2, 3), (0, 1))),)}, "the spans of experts, .*, are out of order"),
+        ({"side": (column(spans=((2, 3), (0, 1))),)}, "the spans of the side data experts, .*, are out of order"),
         ({"side": (column(spans=((1, 2),)),)}, r"experts in bytes \(4\) does not match the number of values \(1\)"),
         ({"side": (column(shape=(3,)),)}, r"experts in bytes \(4\) does not match the number of values \(2\)"),
     ],

@@ -85,7 +85,7 @@ async def test_only_readable_reports_of_the_same_engines_count(caplog: pytest.Lo
     assert not caplog.records
     assert not is_limited(unreadable) and is_limited([*unreadable, same])
     (record,) = caplog.records  # once
-    assert "cannot read the report of another process" in record.message
+    assert "cannot read how many calls another process reports" in record.message
 
 
 @pytest.mark.needs("postgres")

@@ -123,7 +123,10 @@ async def test_only_the_uncertified_transition_forks(tmp_path: Path) -> None:
     assert Transition(1, ("tool",)) in certificate.certified and Transition(2, ("tool",)) in certificate.certified
     outcome = await play(renderer, certificate, tmp_path / "data")
     assert all("a user message after" in reason for reason in outcome.reasons)
-    assert any(r.startswith("a user message after an answer: before turn 1, the bridge") for r in outcome.reasons)
+    assert any(
+        r.startswith("a user message after an answer: before turn 1, the prompt with the bridge")
+        for r in outcome.reasons
+    )
 
 
 def test_shape_that_certification_did_not_probe_is_checked_when_it_occurs(tmp_path: Path) -> None:

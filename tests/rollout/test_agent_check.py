@@ -138,7 +138,9 @@ async def test_missing_tools_are_named(root: Path) -> None:
 async def test_unknown_tool_in_steps_is_named(root: Path) -> None:
     steps = (CheckStep(calls=(CheckCall(tool="edit", arguments={"command": "ls"}),)), CheckStep(say="Done."))
     detail = failures(await check(root, small_agent(steps)))["the task is done"]
-    assert detail.endswith("the [[check]] steps call edit, but the agent offers only sh")
+    assert detail.endswith(
+        "the [[check]] steps call edit, but the agent offers only sh; change the steps to call only the offered tools"
+    )
 
 
 async def test_dropped_tool_call_is_named(root: Path) -> None:
@@ -147,7 +149,7 @@ async def test_dropped_tool_call_is_named(root: Path) -> None:
     assert failures(report) == {
         "the main conversation is exactly one row": (
             "turns per row: 3, 1; turn 2 begins a branch (edited): the agent changed the answer of turn 1 in its history; "
-            "turn 1 has 2 calls: if the agent runs one tool per reply, write [[check]] steps with one call each"
+            "turn 1 has 2 tool calls: if the agent runs one tool per reply, write [[check]] steps with one call each"
         )
     }
 

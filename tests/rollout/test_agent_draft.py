@@ -189,9 +189,9 @@ def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
         ),
         (
             watched(model_call(status=400, error="messages is missing"), exit_code=127),
-            "no model call succeeded; the first returned: 400 messages is missing",
+            "no model call succeeded; the first returned status 400: messages is missing",
         ),
-        (watched(exit_code=0), r"made no request to the gateway and ended with exit code 0; it printed nothing\. Pass"),
+        (watched(exit_code=0), r"made no request to the gateway and ended with exit code 0; it printed nothing; pass"),
         (watched(exit_code=None), "did not end in time"),
         (
             watched(LoggedCall(method="POST", path="/chat/completions", status=404)),
@@ -199,7 +199,8 @@ def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
         ),
         (
             watched(model_call(model="gpt-9", status=404, error="model gpt-9 is not served")),
-            r"no model call succeeded; the first returned: 404 model gpt-9 is not served; pass the model's name as \{model\}, not gpt-9",
+            r"no model call succeeded; the first returned status 404: model gpt-9 is not served; "
+            r"pass the model's name as \{model\}, not gpt-9",
         ),
     ],
 )

@@ -129,7 +129,7 @@ async def test_partitioned_attempt_and_its_retry_are_not_both_trained(returns: s
         trained = ["session-0-2", "session-1-1"]
         assert [rollout.session for rollout in delivery.rollouts] == trained
         assert (await t.client.show_feed("train")).waiting == ()
-        left_out = {"superseded by attempt 2 (--unfinished includes it)": 1}
+        left_out = {"a rollout: superseded by attempt 2 (--unfinished includes it)": 1}
         assert export_sessions(tmp_path) == (set(trained), left_out)
         late = await t.client.show("session-0-1")  # kept, and marked
         assert late.outcome is not None and late.outcome.reward == 1.0

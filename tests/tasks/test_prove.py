@@ -68,7 +68,7 @@ async def test_failed_proof_gives_reason(tmp_path: Path) -> None:
         "the untouched task scores 1, not 0": script_task(tmp_path / "lax", "true", "touch done"),
         "the reference solution scores 0, not 1": script_task(tmp_path / "hard", exists, "touch elsewhere"),
         "solve.sh failed (exit code 3): oh no": script_task(tmp_path / "fails", exists, "echo oh no >&2; exit 3"),
-        "the untouched task: invalid task": script_task(tmp_path / "dies", "kill -9 $$", "touch done"),
+        "the untouched task was not graded (invalid task)": script_task(tmp_path / "dies", "kill -9 $$", "touch done"),
         "has no grader": msgspec.structs.replace(good, grader=None),
         "the reference patch could not be applied": msgspec.structs.replace(good, solution=Solution(patch=PATCH)),
         "the setup script failed with exit code 1": msgspec.structs.replace(good, setup="false"),

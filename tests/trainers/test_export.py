@@ -160,7 +160,7 @@ def test_rows_equal_gateway_samples_with_group_advantages(recording: Recording) 
     assert by_name["fault"]["kind"] == "infrastructure fault" and by_name["unscored"]["kind"] is None
     assert by_name["good"]["model"] == "m" and by_name["good"]["version_start"] == 0
     assert set(done.left_out) == {
-        f"its session is {status} (--unfinished includes it)" for status in ("open", "cancelled")
+        f"a rollout: its session is {status} (--unfinished includes it)" for status in ("open", "cancelled")
     }
 
 
@@ -241,7 +241,7 @@ async def test_biased_rollout_is_exported_only_with_imitate(recording: Recording
         await recording.end(session, 1.0)
     only = {"sessions": (session.id,)}
     for format in [name for name in FORMATS if name not in ("atif", "dpo")]:
-        why = r"it has nothing to train on: all main turns were sampled with a bias \(top_p\); leave these sampling settings out"
+        why = r"a rollout with nothing to train on: all main turns were sampled with a bias \(top_p\); leave these sampling settings out"
         with pytest.raises(ConfigError, match=rf"1 rollout yielded no records, .*1 × {why}"):
             recording.export(format, **only)
     for form in ("messages", "completions", "tokens"):
@@ -271,7 +271,7 @@ async def test_turn_without_tokens_is_not_exported_for_imitation_as_tokens(recor
     [record], done = recording.export("sft", form="tokens", imitate=True, sessions=sessions)
     assert record["session"] == recording.ids["good"]
     [(why, count)] = done.left_out.items()
-    assert "it has no turn to imitate" in why and count == 1
+    assert "a rollout without a turn to imitate" in why and count == 1
 
 
 async def test_rejection_keeps_rewarded_rollouts(recording: Recording) -> None:
@@ -328,7 +328,9 @@ def test_export_without_pairs_fails_and_keeps_old_file(recording: Recording) -> 
     (recording.out / "out.jsonl").write_text("before")
     with pytest.raises(ConfigError, match="1 × a group without two different rewards"):
         recording.export("dpo", sessions=(recording.ids["good"],))
-    with pytest.raises(ConfigError, match="left out: 1 × its reward is unknown"):
+    with pytest.raises(
+        ConfigError, match="left out: 1 × a rollout that cannot be compared, because its reward is unknown"
+    ):
         recording.export("dpo", sessions=(recording.ids["unscored"],), groups=("run.t",))
     assert (recording.out / "out.jsonl").read_text() == "before"
 
@@ -362,7 +364,8 @@ def test_formats_that_need_a_number_leave_out_unknown_rewards(recording: Recordi
     for format, reason in expected.items():
         records, done = recording.export(format)
         assert {recording.name(record["metadata"]["session"]) for record in records} == {"good", "bad", "forked"}
-        assert done.left_out[reason] == 1 and done.left_out["infrastructure fault: not the agent's fault"] == 1
+        fault = "a rollout that ended as 'infrastructure fault', which is not the agent's fault"
+        assert done.left_out[reason] == 1 and done.left_out[fault] == 1
         assert sum(record["metadata"]["weight"] for record in records) == pytest.approx(3.0)
         again, _ = recording.export(format, ".parquet")
         assert len(again) == len(records)
@@ -693,10 +696,10 @@ async def test_huge_rewards_are_left_out_and_reported(recording: Recording) -> N
             "unscored",
             "fault",
         }
-        assert done.left_out["its reward is too large to compute with"] == 3
+        assert done.left_out["a rollout whose reward is too large to compute with"] == 3
         assert all(abs(record["advantage"]) < 2 for record in records if record["advantage"] is not None)
     for format in ("verl", "slime", "dpo"):
-        assert recording.export(format)[1].left_out["its reward is too large to compute with"] == 3
+        assert recording.export(format)[1].left_out["a rollout whose reward is too large to compute with"] == 3
     assert any("huge" in recording.name(record["session"]) for record in recording.export("sft")[0])
 
 
@@ -743,7 +746,7 @@ def test_damaged_trace_is_left_out_and_reported(recording: Recording) -> None:
     db.close()
     rows, done = recording.export("rows", unscored="drop")
     assert {recording.name(row["session"]) for row in rows} == {"good", "forked"}
-    assert done.left_out["its trace is damaged on disk"] == 1
+    assert done.left_out["a rollout whose trace is damaged on disk"] == 1
     assert np.isclose([r["advantage"] for r in rows if recording.name(r["session"]) == "good"], 1.0, atol=1e-4)
 
 
@@ -753,12 +756,14 @@ def test_damaged_outcome_is_left_out_and_reported(recording: Recording, written:
     for format in [name for name in FORMATS if name != "dpo"]:  # without it, no pair remains
         records, done = recording.export(format)
         assert records and recording.ids["bad"] not in json.dumps(records)
-        assert done.left_out["its outcome is damaged on disk"] == 1
+        assert done.left_out["a rollout: its outcome is damaged on disk"] == 1
     assert (
-        "its outcome is damaged on disk" not in recording.export("rows", sessions=(recording.ids["good"],))[1].left_out
+        "a rollout: its outcome is damaged on disk"
+        not in recording.export("rows", sessions=(recording.ids["good"],))[1].left_out
     )
     with pytest.raises(
-        ConfigError, match=r"no rollout .* \(recorded: 7 rollouts\); left out: 1 × its outcome is damaged on disk"
+        ConfigError,
+        match=r"no rollout .* \(recorded: 7 rollouts\); left out: 1 × a rollout: its outcome is damaged on disk",
     ):
         recording.export("rows", sessions=(recording.ids["bad"],))
 
@@ -768,9 +773,9 @@ def test_damaged_settings_are_left_out_and_reported(recording: Recording, writte
     recording.damage("sessions", "config", "bad", written)
     records, done = recording.export("rows")
     assert {recording.name(record["session"]) for record in records} == {"good", "forked", "unscored", "fault"}
-    assert done.left_out["its settings are damaged on disk"] == 1
+    assert done.left_out["a rollout: its settings are damaged on disk"] == 1
     assert (
-        "its settings are damaged on disk"
+        "a rollout: its settings are damaged on disk"
         not in recording.export("rows", sessions=(recording.ids["good"],))[1].left_out
     )
 
@@ -781,7 +786,7 @@ def test_export_fails_if_every_rollout_is_damaged(recording: Recording) -> None:
     db.close()
     with pytest.raises(
         ConfigError,
-        match=r"no rollout can be exported \(recorded: 7 rollouts\); left out: 7 × its settings are damaged",
+        match=r"no rollout can be exported \(recorded: 7 rollouts\); left out: 7 × a rollout: its settings are damaged",
     ):
         recording.export("rows")
 

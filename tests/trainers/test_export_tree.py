@@ -117,7 +117,7 @@ def test_damaged_tree_is_rejected(recording: Recording, change: Change, error: s
 def test_tree_without_a_column_is_rejected(recording: Recording) -> None:  # noqa: F811
     [tree], _ = recording.export("tree", sessions=(recording.ids["good"],))
     del tree["task"]
-    with pytest.raises(ConfigError, match="task is missing; export the tree again"):
+    with pytest.raises(ConfigError, match="the record has no field 'task'; export the tree again"):
         rebuild_rows(tree)
     with pytest.raises(ConfigError):
         rebuild_rows({})

@@ -124,7 +124,7 @@ async def test_restored_store_says_where_to_continue(root: Path) -> None:
         with pytest.raises(
             ConfigError,
             match=r"^data: feed 'grpo': the store was restored from a backup.* Continue with after=1 and the mark '.*'; .*"
-            r"'number' to this 'after', and 'mark' to this mark, in the trainer.json of the checkpoint of step 5$",
+            r"In trainer.json in the checkpoint of step 5, set 'number' to this value of 'after', and 'mark' to this mark$",
         ):
             await _open_feed(client, again, lost, print)
         mark = (await client.show_feed("grpo")).mark

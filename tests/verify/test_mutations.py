@@ -432,34 +432,40 @@ _OUTCOMES = {
     "no JSON": ("{", "not valid JSON"),
     "NaN": ('{"kind": "graded", "reward": NaN}', "NaN is not a JSON number"),
     "a list": ("[]", "not a JSON object"),
-    "nothing": ("{}", "its kind is None, which is not one of graded, "),
-    "an unknown kind": ('{"kind": "solved", "reward": 1.0}', "its kind is 'solved', which is not one of graded, "),
+    "nothing": ("{}", "the outcome's kind is None, which is not one of graded, "),
+    "an unknown kind": (
+        '{"kind": "solved", "reward": 1.0}',
+        "the outcome's kind is 'solved', which is not one of graded, ",
+    ),
     "an infinite reward": (
         '{"kind": "graded", "reward": 1e999}',
-        "its reward is inf, which is neither a finite number",
+        "the outcome's reward is inf, which is neither a finite number",
     ),
     "a reward too large for a float": (
         '{"kind": "graded", "reward": 1' + "0" * 400 + "}",
         "is neither a finite number",
     ),
-    "a reward as text": ('{"kind": "graded", "reward": "1.0"}', "its reward is '1.0', which is neither"),
-    "a reward of true": ('{"kind": "graded", "reward": true}', "its reward is True, which is neither"),
+    "a reward as text": ('{"kind": "graded", "reward": "1.0"}', "the outcome's reward is '1.0', which is neither"),
+    "a reward of true": ('{"kind": "graded", "reward": true}', "the outcome's reward is True, which is neither"),
     "two rewards": ('{"kind": "graded", "reward": 1.0, "reward": 0.0}', "a duplicate key"),
     "a reward for a fault": (
         '{"kind": "infrastructure fault", "reward": 0.0}',
-        "its reward is 0.0, but a rollout that ended as",
+        "the outcome's reward is 0.0, but a rollout that ended as",
     ),
     "a reward for an invalid task": (
         '{"kind": "invalid task", "reward": 1}',
-        "its reward is 1, but a rollout that ended as",
+        "the outcome's reward is 1, but a rollout that ended as",
     ),
-    "an unknown field": ('{"kind": "graded", "rewards": 1.0}', "it has unknown fields: 'rewards'"),
+    "an unknown field": ('{"kind": "graded", "rewards": 1.0}', "the outcome has unknown fields: 'rewards'"),
     "a fractional resolved field": (
         '{"kind": "graded", "resolved": 0.5}',
-        "its resolved field is 0.5, which is not true",
+        "the outcome's resolved field is 0.5, which is not true",
     ),
-    "a negative attempt": ('{"kind": "graded", "attempt": -1}', "its attempt is -1, which is not an integer from 0"),
-    "a task that is a number": ('{"kind": "graded", "task": 7}', "its task is 7, not text"),
+    "a negative attempt": (
+        '{"kind": "graded", "attempt": -1}',
+        "the outcome's attempt is -1, which is not an integer from 0",
+    ),
+    "a task that is a number": ('{"kind": "graded", "task": 7}', "the outcome's task is 7, not text"),
     "too long": ('{"kind": "graded", "data": "' + "x" * 300_000 + '"}', "a gateway records at most 262144"),
 }
 
@@ -522,15 +528,15 @@ def test_outcome_of_open_session_is_detected(copy: Recorded) -> None:
         t.sql("UPDATE sessions SET status='open', closed=NULL WHERE key=?", t.key)
     [finding, contradiction] = run_verify(data, session).wrong
     assert (finding.check, finding.what) == ("outcome", "the session is still open but has an outcome")
-    assert contradiction.check == "events" and "its status is 'open', but event" in contradiction.what
+    assert contradiction.check == "events" and "the session's status is 'open', but event" in contradiction.what
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("status='zzz'", "its status is 'zzz', which is not one of open, sealed, cancelled"),
-        ("status='open'", "it is open, but has a closing time"),
-        ("closed=NULL", "it is sealed, but has no closing time"),
+        ("status='zzz'", "the session's status is 'zzz', which is not one of open, sealed, cancelled"),
+        ("status='open'", "the session is open, but has a closing time"),
+        ("closed=NULL", "the session is sealed, but has no closing time"),
     ],
 )
 def test_impossible_status_is_detected(change: str, words: str, copy: Recorded) -> None:
@@ -666,18 +672,21 @@ def deliver_superseded_attempt(t: Tampering) -> None:
 
 ATTEMPTS: dict[str, Case] = {
     "settled without an outcome": (
-        "its attempt is settled, but must be running, given its outcome or the lack of one",
+        "the attempt is settled, but must be running, given the session's outcome or the lack of one",
         settle_unrecorded,
     ),
     "running with an outcome": (
-        "its attempt is running, but must be settled, given its outcome or the lack of one",
+        "the attempt is running, but must be settled, given the session's outcome or the lack of one",
         reopen_attempt,
     ),
-    "an unknown state": ("its attempt is 'paused', which is not one of", lambda t: set_state(t, "paused")),
-    "an unregistered attempt": ("its settings name attempt 1 of 'other', which is not", name_unregistered_attempt),
+    "an unknown state": ("the attempt's state is 'paused', which is not one of", lambda t: set_state(t, "paused")),
+    "an unregistered attempt": (
+        "the session's settings name attempt 1 of 'other', which is not",
+        name_unregistered_attempt,
+    ),
     "two attempts that count": ("also count: 1", settle_another_attempt),
     "a superseded attempt in a feed": (
-        "it is superseded, but is waiting for its group in a feed (feeds: 1)",
+        "the session is superseded, but is waiting for its group in a feed (feeds: 1)",
         deliver_superseded_attempt,
     ),
 }
@@ -720,7 +729,7 @@ EVENTS: dict[str, Case] = {
     "a truncated turn": ("its sampled_tokens is stored as 4, but event ", truncate_turn),
     "the last turn removed": (", which is not stored (finish 'stop', ", delete_last_turn),
     "the last turn removed with its event": (
-        "the number of its turns that were not aborted is ",
+        "the number of turns that were not aborted is ",
         delete_last_turn_and_event,
     ),
     "all turns removed": (", which is not stored (finish 'abort', sampled tokens: 5)", delete_all_turns),
@@ -739,8 +748,8 @@ EVENTS: dict[str, Case] = {
     "an outcome that was replaced": ("the outcome's reward is stored as 0.0, but event ", restore_replaced_outcome),
     "an outcome removed": ("an event reports an outcome, but none is stored", delete_outcome),
     "an outcome without an event": ("but no event reports it", delete_outcome_event),
-    "another model": ("it was opened with model '', but its settings have 'large'", change_model),
-    "sealed, marked as cancelled": ("its status is 'cancelled', but event ", mark_as_cancelled),
+    "another model": ("the session was opened with model '', but its settings have 'large'", change_model),
+    "sealed, marked as cancelled": ("the session's status is 'cancelled', but event ", mark_as_cancelled),
 }
 
 

@@ -2,9 +2,9 @@
 
 Without `$TURNGATE_CACHE`, the cache is `~/.cache/turngate`.
 
-Isolating sandboxes mount an installation read-only, and remote sandboxes get a copy of it. There, it needs only a Node binary at a known
-path, or a Python of the right version. It contains no host paths, because its path in a sandbox may be different. The programs in its
-`bin` folder find their packages relative to their own location.
+Isolating sandboxes mount an installation read-only, and remote sandboxes get a copy of it. In a sandbox, some agents also need a Node
+binary or a Python of the right version. An installation works at any path, because its path in a sandbox may be different. The
+programs in its `bin` folder find their packages relative to their own location.
 
 An installation is complete if its folder contains a marker file with the fingerprint of the current recipe. It is built in a temporary
 folder and moved into place under a lock, so several processes may request the same installation at the same time. A complete

@@ -52,7 +52,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's limits, which are set in the agent's configuration so that the agent compacts its context before reaching them."""
+    """The model's limits, which are set in the agent's configuration so that the agent can compact its context before reaching them."""
 
     context_tokens: int = 131072
     max_output_tokens: int = 16384
@@ -124,7 +124,6 @@ def plan_preload(spec: AgentSpec, installed: Installation) -> Preload | None:
 
     Return None if the agent's description has no `preload`, or if the sandbox uses its own Python.
     """
-    # A sandbox with its own Python has no fork server.
     if not spec.preload or not installed.python.startswith("/"):
         return None
     constant = {name: text for name, text in spec.env.items() if not placeholders.find_names(text)}

@@ -39,7 +39,7 @@ _OPEN: set[BlockingClient] = set()  # clients to close when Python exits
 
 
 class BlockingClient:
-    """A client that runs several rollouts on one gateway. Create it with `open`, and use it from one thread only."""
+    """The blocking version of `Client`. Create it with `open`, and use it from one thread only."""
 
     def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
         """Open the client. The arguments are the same as for `Client`."""
@@ -120,10 +120,10 @@ class BlockingClient:
 
 @cache
 def _register_at_exit() -> None:
-    """Close all clients when Python exits.
+    """Add a hook that closes all clients when Python exits.
 
     `atexit` would be too late: by then, thread pools no longer accept work, and removing a sandbox needs a thread. The hooks
-    of `threading` run earlier, in reverse order of registration, so this function adds one. The import makes sure that the hook that shuts
+    of `threading` run earlier, in reverse order of registration. The import makes sure that the hook that shuts
     down thread pools is already registered, and therefore runs after this one.
     """
     import concurrent.futures.thread  # noqa: F401
@@ -178,7 +178,7 @@ async def _next_result(stream: AsyncGenerator[tuple[int, Result], None]) -> tupl
 
 
 def open(model: AnyModel = "", **where: Unpack[ClientArguments]) -> BlockingClient:
-    """Open a client that runs several rollouts on one gateway. Use it in a `with` block, or call `close()` when done."""
+    """Open a client that runs several rollouts. Use it in a `with` block, or call `close()` when done."""
     return BlockingClient(model, **where)
 
 

@@ -246,7 +246,7 @@ class Client:
             )
 
     async def _build_jobs(self, source: Iterable[AnyTask] | str | Path, n: int, given: RunSettings) -> list[_Job]:
-        """Load all tasks, and return n jobs for each. Called before the first rollout starts, so an invalid task is reported early."""
+        """Load all tasks, and return n jobs for each. An invalid task is therefore reported before the first rollout starts."""
         jobs: list[_Job] = []
         for one in await asyncio.to_thread(lambda: list(tasks.iter_tasks(source))):
             task = await self._load_task(one, given)

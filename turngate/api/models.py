@@ -168,7 +168,7 @@ def _build_key(kind: str, name: str) -> str:
 
 
 async def check_endpoint(endpoint: Endpoint) -> None:
-    """Check that the tokenizer exists or, if the endpoint is a gateway, that it accepts the admin key. Called before a rollout starts."""
+    """Check that the endpoint's tokenizer exists or, if the endpoint is a gateway, that the gateway accepts the admin key."""
     if endpoint.scheme == "gateway":
         async with GatewayClient(endpoint.urls[0], read_admin_key()) as gateway:
             await gateway.check()

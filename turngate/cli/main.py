@@ -235,7 +235,7 @@ def train(options: flags.TrainOptions) -> None:
 
     Exit codes:
     0 if training reached the last step and at least one rollout was graded;
-    2 if an option is invalid or the command could not run;
+    2 if an option is invalid, or if training could not start or failed;
     3 if no rollout was graded;
     130 if the command was stopped by Ctrl-C or because its output was closed.
     """

@@ -434,7 +434,7 @@ class ExportOptions:
         ),
     ] = ""
     advantage: Annotated[
-        str, _flag("rows, tree: method for computing advantages (normalised, leave_one_out or none).", FORMAT)
+        str, _flag("rows, tree, tinker: method for computing advantages (normalised, leave_one_out or none).", FORMAT)
     ] = "normalised"
     imitate: Annotated[
         bool,

@@ -15,5 +15,5 @@ def mark_restored(data: str) -> None:
         count = len(store.feeds.listing())
         say(
             console(),
-            f"project {project}: marked as restored; feeds that trainers must reopen at the position in their checkpoint: {count}",
+            f"project {project}: marked as restored; trainers must reopen each feed at the position in their checkpoint (feeds: {count})",
         )

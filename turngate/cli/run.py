@@ -191,7 +191,7 @@ async def _run(
                     spec, folders=solution_folders(spec.backend), session={**spec.session, "metadata": metadata}
                 )
             if spec.task.source == str(tasks.BUNDLED_TASK):
-                note = f"Running the bundled task {spec.task.id}. Pass --task PATH or --prompt TEXT for your own."
+                note = f"Running the bundled task {spec.task.id}. Pass --task PATH or --prompt TEXT to run your own."
                 say(console, note, "dim")
             with RolloutDisplay(console) as display:
                 rollout = Rollout(spec, client, connector, display.update, on_sandbox_ready=replay.set_workdir)

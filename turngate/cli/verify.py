@@ -129,10 +129,10 @@ def _verify_selected(folder: SessionReader, options: VerifyCommandOptions, means
 
 
 def _finish(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
-    """Print the results as JSON or, on a console, what was requested but not done (`undone`). Return True if no errors were found.
+    """Print the results as JSON or, on a console, the messages in `undone`. Return True if no errors were found.
 
-    On a console, `undone` is printed only if errors were found. If none were found and `undone` is not empty, the caller raises an
-    exception that contains it.
+    `undone` says what was not verified, and why. On a console, it is printed only if errors were found. Otherwise, the caller raises an
+    error that contains it.
     """
     fine = all(verdict.ok for verdict in verdicts)
     if console is None:

@@ -235,11 +235,11 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
 def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
     """Decode and validate side data. The values share the memory of the encoded delivery and are read-only."""
     if wire.dtype not in DTYPES:
-        raise DamagedDelivery(f"{where}: {wire.name} has the unknown type {wire.dtype!r}")
+        raise DamagedDelivery(f"{where}: the side data {wire.name} has the unknown type {wire.dtype!r}")
     edges = [0, *(edge for span in wire.spans for edge in span), tokens]
     if edges != sorted(edges):
         raise DamagedDelivery(
-            f"{where}: the spans of {wire.name}, {wire.spans}, overlap, are out of order, or lie outside the {tokens} tokens"
+            f"{where}: the spans of the side data {wire.name}, {wire.spans}, overlap, are out of order, or lie outside the {tokens} tokens"
         )
     count = sum(end - start for start, end in wire.spans)
     try:
@@ -248,7 +248,7 @@ def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
         values = None
     if values is None or len(values) != count:
         raise DamagedDelivery(
-            f"{where}: the size of {wire.name} in bytes ({len(wire.data)}) does not match the number of values ({count})"
+            f"{where}: the size of the side data {wire.name} in bytes ({len(wire.data)}) does not match the number of values ({count})"
         )
     return SideColumn(wire.spans, values)
 

@@ -13,9 +13,10 @@ class EnginePoolClient(GatewayClient):
     """A gateway client that can also change the engine pool."""
 
     async def add_engine(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine, or stop draining one. The current weights are loaded into the engine before it receives calls.
+        """Add an engine, or stop draining one. If the gateway can load the current weights, it does so before the engine receives calls.
 
-        If the engine already has the current weights, set `version` to their policy version, so that they are not loaded again.
+        If the engine already has the current weights, set `version` to their policy version, so that they are not loaded again. If another
+        program loaded them into the other engines, the gateway cannot load them, and `version` is required.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(

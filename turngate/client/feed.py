@@ -136,13 +136,14 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         teacher: DeliveryTeacher | None = None,
         form: FeedForm = "rows",
     ) -> Feed:
-        """Open the feed, creating it if necessary, and become its reader.
+        """Open the feed and become its reader. Without `mark`, create the feed if necessary.
 
         `after` is the delivery number in the trainer's own checkpoint; None means the last committed number. `mark` is the feed's mark in
-        that checkpoint; if it is empty, any feed with this name is accepted. `limit` is the maximum number of deliveries per request.
-        Staleness is checked when a delivery is fetched, so with a higher `limit`, a delivery may be staler than the feed allows by the time
-        it is used. `teacher` scores the rows of each delivery before it is returned. With `form="tree"`, a delivery has trees
-        (`Delivery.trees`) instead of rows. In a tree, a prefix that several rows share occurs once.
+        that checkpoint: `OtherFeed` is raised if no feed has both this name and this mark. If `mark` is empty, any feed with this name is
+        accepted. `limit` is the maximum number of deliveries per request. Staleness is checked when a delivery is fetched, so with a higher
+        `limit`, a delivery may be staler than the feed allows by the time it is used. `teacher` scores the rows of each delivery before it
+        is returned. With `form="tree"`, a delivery has trees (`Delivery.trees`) instead of rows. In a tree, a prefix that several rows
+        share occurs once.
         """
         after, limit = _check_arguments(name, after, limit, teacher, form)
         if mark:  # check the mark first: if the feed is gone, open_feed would create a new one
@@ -159,7 +160,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         if mark:
             _check_mark(name, mark, view.mark)
         elif remove_history(opened) != remove_history(view.mark):
-            raise TakenOver(f"feed {name}: it was deleted and recreated while it was being opened; open it again")
+            raise TakenOver(f"feed {name} was deleted and recreated while it was being opened; open it again")
         after = view.committed if after is None else after
         return cls(gateway, name, config, view.mark, reader, view.committed, after, limit, teacher, form)
 

@@ -32,7 +32,7 @@ class FeedClient(GatewayTransport):
         return (await self._request("GET", "/admin/feeds", FeedList)).feeds
 
     async def show_feed(self, name: str) -> FeedView:
-        """Return the state of a feed, including its incomplete groups."""
+        """Return the state of a feed, including up to 1000 of its incomplete groups."""
         return await self._request("GET", _feed_path(name), FeedView)
 
     async def open_feed(self, name: str, config: FeedConfig) -> FeedView:

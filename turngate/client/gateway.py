@@ -60,7 +60,7 @@ class GatewayClient(FeedClient):
         """Check that the gateway answers and accepts the key.
 
         Raise `GatewayUnreachable` if it does not answer, returns status 503 or cannot be reached by a proxy, `Unauthorized` if it rejects
-        the key, and `ConfigError` if something else answers.
+        the key, and `ConfigError` if the answer is not from a gateway.
         """
         await self.fence()
 
@@ -81,7 +81,8 @@ class GatewayClient(FeedClient):
     async def resume(self, version: int | None = None, model: str | None = None) -> FenceView:
         """Resume calls at a policy version; None keeps the current one.
 
-        `model` is the name under which the engine serves a new version. None means that the engine's weights were replaced in place.
+        For a new version, `model` is the name under which the engine serves it. None means that the engine's weights were replaced in
+        place; if the current version has a model name, pass "" instead.
         """
         return await self._request("POST", "/admin/fence/resume", FenceView, {"version": version, "model": model})
 
@@ -90,7 +91,8 @@ class GatewayClient(FeedClient):
     ) -> FenceView:
         """Load a model or an adapter into every replica, and resume calls at `version`.
 
-        If loading fails, raise `RequestRejected` (502). The old version then stays current.
+        If loading fails, raise `RequestRejected` (502). The old version then stays current. On a shared store, only the first
+        engine decides this: another engine that fails is taken out of service.
         """
         body: dict[str, Json] = {"version": version, "path": path, "lora_path": lora_path, "mode": mode}
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
@@ -161,15 +163,15 @@ class GatewayClient(FeedClient):
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[SessionOutcome]:
         """Mark an attempt as superseded, unless it already has an outcome.
 
-        A superseded attempt can be neither opened nor used for training. If the returned state is not `superseded`, the caller
-        must use the returned outcome. `session` is the id that was chosen for the attempt's session.
+        No session can be opened for a superseded attempt, and its outcome does not count. If the returned state is not `superseded`, the
+        caller must use the returned outcome. `session` is the id that was chosen for the attempt's session.
         """
         body = {"rollout": rollout, "attempt": attempt, "session": session}
         reply = SupersededAttempt[SessionOutcome]
         return await self._request("POST", "/admin/attempts/supersede", reply, body)
 
     async def tool_calls(self, session: str) -> list[ToolCallView]:
-        """Return all host tool calls of a session, oldest first."""
+        """Return all host-tool calls of a session, oldest first."""
         calls: list[ToolCallView] = []
         while True:
             after = calls[-1].call if calls else 0
@@ -180,7 +182,7 @@ class GatewayClient(FeedClient):
                 return calls
 
     async def answer_tool(self, session: str, call: int, reply: Json) -> AnsweredToolCall:
-        """Answer a host tool call that is waiting for the host. Raise `RequestRejected` (409) if the agent is no longer waiting."""
+        """Answer a host-tool call that is waiting for the host. Raise `RequestRejected` (409) if the agent is no longer waiting."""
         path = f"/admin/sessions/{quote(session)}/tools/{call}/answer"
         return await self._request("POST", path, AnsweredToolCall, {"reply": reply})
 

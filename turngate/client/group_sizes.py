@@ -62,7 +62,7 @@ class GroupSizeWatch:
         return max(_REPORT_S, 2 * self._usual_s)  # only a longer wait than usual is reported
 
     def add_incomplete(self, groups: tuple[IncompleteGroup, ...], waited_s: float) -> None:
-        """Report a wait at its first check. From the third on, warn if the incomplete groups are the same as at the previous check."""
+        """Report a wait at its first check. From the third check on, warn if the incomplete groups have not changed."""
         if not self._is_wait_reported:
             self._report_wait(groups, waited_s)
             self._next_look_s = max(_FIRST_LOOK_S, 2 * waited_s)

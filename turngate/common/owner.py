@@ -2,7 +2,8 @@
 
 A process is identified by its PID, start time, boot id and PID namespace. A machine is identified by its name and a digest of its
 machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or in labels
-(other sandboxes). A runner announces its process to a gateway on the same machine, with the first stage of a rollout.
+(other sandboxes). A runner sends its process to a gateway on the same machine, in the event for the first stage of a
+rollout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The dialects, which convert between wire formats and Turngate's types. To add one, write its module and add an instance to `DIALECTS`."""
+"""The dialects, which convert between wire formats and Turngate's types. To add a dialect, write its module and list it in `DIALECTS`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
-    """Decode a JSON list of messages from the store. Raise BadRequest if the messages or the dialect are invalid.
+    """Decode a JSON list of messages from the store. Raise BadRequest if a message is invalid or the dialect is unknown.
 
     `dialect` is the name of the dialect in which the messages arrived.
     """
@@ -32,7 +32,7 @@ def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
 
 
 def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
-    """Decode tools from the store. Raise BadRequest if the tools or the dialect are invalid.
+    """Decode tools from the store. Raise BadRequest if a tool is invalid or the dialect is unknown.
 
     `dialect` is the name of the dialect in which the tools arrived.
     """

@@ -46,7 +46,8 @@ class EarlierReplies(Protocol):
 class ReplyRecord(msgspec.Struct, frozen=True):
     """A reply to be stored under its id. Its JSON is the concatenation of `head`, `echo` and `tail`.
 
-    `echo` repeats fields of the request. It is usually the same for all replies of a session, so it is stored only once.
+    `echo` repeats fields of the request. It is usually the same for all replies of a session, so each distinct value is stored only
+    once per session.
     """
 
     id: str
@@ -58,7 +59,7 @@ class ReplyRecord(msgspec.Struct, frozen=True):
 
 
 class WireRequest(msgspec.Struct, frozen=True):
-    """The request of one model call. `body` may lack items that `PrefixCache` has already decoded."""
+    """A request for a reply or for a count of prompt tokens. `body` may lack items that `PrefixCache` has already decoded."""
 
     body: bytes
     headers: Mapping[str, str] = {}
@@ -78,7 +79,7 @@ class WireRequest(msgspec.Struct, frozen=True):
 
 
 class Stream(Protocol):
-    """Encoder for one streamed reply, event by event."""
+    """Encoder for the events of one streamed reply."""
 
     @property
     def media(self) -> str:
@@ -150,7 +151,7 @@ class Dialect(Protocol):
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         """Return the call for a request that differs from an earlier request only in its headers and history.
 
-        `call` is the call that was decoded from the earlier request. Return None if the whole request must be decoded instead.
+        `call` is the call that was decoded from the earlier request. Return None if `decode` must be called instead.
         """
 
     def read_stored_history(self, raws: Sequence[bytes]) -> History:

@@ -134,7 +134,7 @@ _SAMPLING = (
 
 
 class ChatHistory:
-    """The messages of one request. Each is decoded on demand."""
+    """The messages of a conversation. Each is decoded on demand."""
 
     def __init__(self, raws: Sequence[bytes]) -> None:
         self.raws = list(raws)
@@ -296,7 +296,9 @@ def _decode_call(wire: _WireCall, where: str) -> ToolCall:
     if wire.custom is not None:
         return custom_call_from_wire(wire.id, wire.custom.name, wire.custom.input)
     if wire.function is None:
-        raise BadRequest(f"{where}.function is missing", param=f"{where}.function")
+        raise BadRequest(
+            f"{where}.function is missing; a tool call needs 'function' or 'custom'", param=f"{where}.function"
+        )
     return ToolCall(
         call_id_from_wire(wire.id),
         wire.function.name,
@@ -331,7 +333,7 @@ def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str,
             at = f"{where}.content[{n}]"
             data = b"".join(bytes(raw) for raw in (part.image_url, part.input_audio, part.file))
             texts.append(placeholder(part.type, data))
-            unsupported = unsupported or f"{at}: {part.type!r} parts are not supported; this gateway accepts text only"
+            unsupported = unsupported or f"{at}: {part.type!r} parts are not supported here; send text instead"
     return "\n".join(texts), unsupported
 
 

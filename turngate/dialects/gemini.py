@@ -1,7 +1,7 @@
 """Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and related routes.
 
-`Gemini.decode` validates a request, but keeps its contents and tools as raw JSON until they are needed. A turn that the gateway has already
-seen is usually not decoded again. As in Google's API, field names may be in `camelCase` or `snake_case`.
+`Gemini.decode` validates a request, but keeps its contents and tools as raw JSON until they are needed. Contents that the gateway has
+already seen are usually not decoded again. As in Google's API, field names may be in `camelCase` or `snake_case`.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], s
         if name in _KINDS:
             raise field_error(f"{where}.{name}", f"is not allowed in {speaker}")
         raise field_error(
-            f"{where}.{name}", "is not supported; this gateway accepts only text, function calls and function responses"
+            f"{where}.{name}", "is not supported here; send only text, function calls and function responses"
         )
     return next((name for name in kinds if name in part), "text")
 
@@ -277,7 +277,7 @@ def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
             texts.append(placeholder(media, bytes(part[media])))
             unsupported = (
                 unsupported
-                or f"{where}.{media}: media are not supported; this gateway accepts only text, function calls and function responses"
+                or f"{where}.{media}: images and other media are not supported here; send only text, function calls and function responses"
             )
         elif _read_kind(part, where, ("text", "functionResponse"), "user content") == "text":
             texts.append(read_field(part, "text", str, "", where))
@@ -320,7 +320,7 @@ def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
     result = read_fields(raw, where)
     unsupported = media = ""
     if "parts" in result and read_items(result["parts"], f"{where}.parts"):
-        unsupported = f"{where}.parts: media are not supported; this gateway accepts only text, function calls and function responses"
+        unsupported = f"{where}.parts: images and other media are not supported here; send only text, function calls and function responses"
         media = "\n" + placeholder("media", bytes(result["parts"]))
     name, result_id = read_field(result, "name", str, "", where), read_field(result, "id", str, "", where)
     call = calls.take(result_id, name)
@@ -332,8 +332,8 @@ def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
 def _response_text(response: dict[str, Json]) -> str:
     """Return a tool's response as text for the model.
 
-    Many clients wrap the response in `output` or `result`, or in `error`. These wrappers are removed, and the text of an error always
-    begins with "Error". An empty response becomes an empty text. Any other object is returned as JSON.
+    Many clients wrap the response in `output` or `result`, or in `error`. These wrappers are removed. "Error: " is put before the text of
+    an error that does not begin with "error". An empty response becomes an empty text. Any other object is returned as JSON.
     """
     wrapped = [name for name in ("output", "result") if name in response]
     if len(wrapped) > 1 or not response.keys() <= {*wrapped, "error"}:

@@ -105,7 +105,7 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 def _encode_arguments(arguments: str) -> Json:
     """Return a call's arguments as the model wrote them, but on one line.
 
-    Wrap them as text if they are not an object or nest too deeply. Empty arguments become an empty object.
+    If they are not an object or are nested too deeply, return an object that contains their text. Empty arguments become an empty object.
     """
     if not arguments:
         return {}

@@ -43,13 +43,13 @@ def _read_declarations(raw: bytes) -> Iterator[tuple[str, str, bytes]]:
             if kind != "functionDeclarations":
                 raise field_error(
                     f"tools[{n}].{kind}",
-                    "is not supported, because the gateway does not run tools; declare your own function instead",
+                    "is not supported, because the gateway does not run built-in tools; declare your own function instead",
                 )
             for m, declaration in enumerate(read_items(declared, f"tools[{n}].{kind}")):
                 where = f"tools[{n}].{kind}[{m}]"
                 name = read_field(read_fields(declaration, where), "name", str, "", where)
                 if not name:
-                    raise field_error(f"{where}.name", "is missing")
+                    raise field_error(f"{where}.name", "is missing or empty")
                 yield where, name, bytes(declaration)
 
 

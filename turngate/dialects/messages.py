@@ -217,7 +217,7 @@ def _refuse_unsupported(request: MessagesRequest) -> None:
         raise field_error("compaction", "is not supported; send a message that asks the model for a summary instead")
     if is_given(request.thread):
         raise reply.ThreadsUnsupported(
-            "thread is not supported, because conversations are not stored; send all messages", param="thread"
+            "thread is not supported; send all messages of the conversation instead", param="thread"
         )
 
 

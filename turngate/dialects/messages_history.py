@@ -232,7 +232,7 @@ def _read_role(raw: bytes, index: int) -> str:
 
 
 def _is_option_only(raw: bytes) -> bool:
-    """Return whether a system message has no content and only sets `output_config`. Such a message is ignored."""
+    """Return whether a system message sets `output_config` but has no content. Such a message is ignored."""
     if b'"output_config"' not in raw:
         return False
     try:
@@ -250,9 +250,9 @@ def _why_unsupported(block: _Block, where: str) -> str:
     """Return the error message for an unsupported block, with a suggested fix."""
     match block.type:
         case "image":
-            fix = "this gateway accepts text only; describe the image in a text block"
+            fix = "describe the image in a text block"
         case "document" | "search_result":
-            fix = "this gateway accepts text only; send the text in a text block"
+            fix = "send the text in a text block"
         case "":
             return f"{where}.type is missing; set the block's type"
         case _:
@@ -260,7 +260,7 @@ def _why_unsupported(block: _Block, where: str) -> str:
                 f"{where}: {block.type!r} blocks are not supported here; use text, thinking or tool_use blocks in an assistant message, "
                 "text or tool_result blocks in a user message, or leave the block out"
             )
-    return f"{where}: {block.type!r} blocks are not supported: {fix}"
+    return f"{where}: {block.type!r} blocks are not supported here; {fix}"
 
 
 def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
@@ -285,7 +285,7 @@ def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
 
 def _decode_call(block: _Block, where: str) -> ToolCall:
     if not block.name:
-        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing or empty", param=f"{where}.name")
     arguments = decode_text(bytes(block.input), f"{where}.input") if is_given(block.input) else "{}"
     return ToolCall(call_id_from_wire(block.id or ""), block.name, unwrap_arguments(arguments))
 
@@ -347,7 +347,7 @@ def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
 
 def _require_name(name: str | None, where: str, tools: MessagesTools | None) -> str:
     if not name and tools is not None:  # stored messages of earlier versions may lack it
-        raise BadRequest(f"{where} is missing", param=where)
+        raise BadRequest(f"{where} is missing or empty", param=where)
     return name or ""
 
 
@@ -381,7 +381,7 @@ def _decode_tool(wire: _WireTool, where: str) -> Tool:
             param=f"{where}.type",
         )
     if not wire.name:
-        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing or empty", param=f"{where}.name")
     if wire.input_schema is None:
         raise BadRequest(f"{where}.input_schema is missing", param=f"{where}.input_schema")
     schema = {**wire.input_schema, "examples": wire.input_examples} if wire.input_examples else wire.input_schema

@@ -63,7 +63,7 @@ class _Match(msgspec.Struct, frozen=True):
 
 
 class FrameCache:
-    """A cache of frames for all sessions. Sessions of one run usually send the same tools and system prompt, so they share a frame."""
+    """A cache of frames for all sessions. Sessions of the same agent usually send the same tools and settings, so they share a frame."""
 
     def __init__(self) -> None:
         self._frames: OrderedDict[tuple[object, ...], _Frame] = OrderedDict()

@@ -283,7 +283,7 @@ def _default_type(role: str | None) -> str:
 
 
 def reply_mark(item_id: str) -> str:
-    """Return the part of an item's id that all items of one reply share, or an empty string if the gateway did not assign the id."""
+    """Return the part of an item's id that all items of one reply have in common, or "" if the gateway did not assign the id."""
     return item_id.partition("_tg")[2][:24]
 
 
@@ -352,7 +352,7 @@ def _decode_call(item: _Item, where: str) -> ToolCall:
     if item.kind == "tool_search_call":
         return ToolCall(item.call_id, SEARCH, decode_arguments(bytes(item.arguments), f"{where}.arguments"))
     if not item.name:
-        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing or empty", param=f"{where}.name")
     name = flat_name(item.namespace, item.name)
     if item.kind == "function_call":
         return ToolCall(item.call_id, name, decode_arguments(bytes(item.arguments), f"{where}.arguments"))
@@ -431,7 +431,7 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
                 texts.append(part.encrypted_content or "")
             case "input_image" | "input_file" | "input_audio":
                 texts.append(placeholder(part.type, msgspec.json.encode(part)))
-                why = f"{part.type!r} parts are not supported; this gateway accepts text only"
+                why = f"{part.type!r} parts are not supported here; send text instead"
                 unsupported = unsupported or f"{where}[{n}].type: {why}"
             case kind:
                 raise BadRequest(f"{where}[{n}].type {kind!r} is not supported; send text", param=f"{where}[{n}].type")

@@ -349,7 +349,7 @@ class ResponsesStream:
 
 
 def error_message(error: TurngateError) -> str:
-    """Return the error's message in the wording that agents recognize."""
+    """Return the error's message. For a context overflow or a retryable 429 error, it has a wording that agents recognize."""
     if isinstance(error, ContextOverflow):
         known = error.limit is not None and error.size is not None
         sizes = f" (The maximum context length is {error.limit} tokens; your input has {error.size}.)" if known else ""

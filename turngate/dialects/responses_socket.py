@@ -19,7 +19,7 @@ _DATA = b"\ndata: "
 
 
 class EventUnsupported(BadRequest):
-    """The type of a client's event is not `response.create`, the only type that is supported."""
+    """A client's event is not of type `response.create`, which is the only supported type."""
 
 
 class SocketEvent(msgspec.Struct, frozen=True):

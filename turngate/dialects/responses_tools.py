@@ -2,7 +2,8 @@
 
 The model sees only functions. A custom tool becomes a function with a single string argument, `input`. A tool in a namespace is named
 `namespace__name`, except in the default namespace `functions`, where it keeps its name. A `tool_search` that the agent runs itself also
-becomes a function. When the model calls a function, `index_tools` finds the agent's tool, which determines the kind of item to send.
+becomes a function. When the model calls a function, `index_tools` finds the tool that the function represents, which
+determines the kind of item to send.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _decode_tool(wire: _WireTool, where: str) -> Iterator[Tool]:
 
 def _decode_namespace(wire: _WireTool, where: str) -> Iterator[Tool]:
     if not wire.name:
-        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing or empty", param=f"{where}.name")
     about = f"\n\nAbout the {wire.name} tools: {wire.description}" if wire.description else ""
     for n, inner in enumerate(wire.tools or ()):
         place = f"{where}.tools[{n}]"
@@ -167,7 +168,7 @@ def _decode_namespace(wire: _WireTool, where: str) -> Iterator[Tool]:
 
 def _decode_function(wire: _WireTool, namespace: str, where: str, about: str = "") -> Tool:
     if not wire.name:
-        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing or empty", param=f"{where}.name")
     name = flat_name(namespace, wire.name)
     if wire.type == "custom":
         form = wire.format or _Format()

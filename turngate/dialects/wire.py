@@ -119,7 +119,7 @@ def decode_arguments(raw: bytes, field: str) -> str:
 
 
 def require_shallow(value: Json, field: str) -> Json:
-    """Return the value, or raise BadRequest if it is nested too deeply to be encoded later."""
+    """Return the value, or raise BadRequest if it has more than `_MAX_DEPTH` nesting levels."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]

@@ -16,7 +16,7 @@ TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engi
 
 
 class NotChecked(Exception):
-    """A check cannot run because of a problem that another check reports."""
+    """Raised by a check that cannot run because of a problem that another check reports."""
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class NotChecked(Exception):
 
 
 class DoctorContext:
-    """The settings to check, and objects that several checks use and that are loaded only once.
+    """The settings to check, and objects that are loaded once for several checks.
 
     `agents` and `sandboxes` contain the names that the user passed. Without names, all agents and all local kinds of sandbox are checked,
     and missing ones are not reported as failures.
@@ -53,7 +53,7 @@ class DoctorContext:
         self._health: list[tuple[str, Health]] | None = None
 
     async def renderer(self) -> tuple[Renderer, Certificate]:
-        """Return the renderer of the configured tokenizer, and its certificate. Raise TurngateError or OSError if loading fails."""
+        """Return the renderer of the configured tokenizer, and its certificate. Raise `TurngateError` or `OSError` if loading fails."""
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)

@@ -54,7 +54,7 @@ def _check_local(folder: str) -> CheckOutcome:
     path = find_tokenizer(folder)
     if not (path / "config.json").is_file() or not any((path / name).is_file() for name in _WEIGHT_FILES):
         return failure(
-            f"local: {path} lacks {_WEIGHT_FILES[0]} (or {_WEIGHT_FILES[1]}) or config.json",
+            f"local: {path} must contain config.json, and {_WEIGHT_FILES[0]} or {_WEIGHT_FILES[1]}, but it does not",
             "set --model-folder to the model's folder",
         )
     return ok(f"local: {path} contains a model, which the gateway loads when it starts")
@@ -122,7 +122,7 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
     if logprobs is None or any(value is None for value in logprobs):
         return failure(
             f"{name}: the engine did not return log-probabilities for all ids",
-            "update the engine, or remove the proxy that drops log-probabilities",
+            "update the engine; if there is a proxy in front of it, check that the proxy keeps log-probabilities",
         )
     same_prompt = ", and received the prompt unchanged" if prompt else ""
     return ok(f"{name}: returned log-probabilities for all ids ({len(ids)}) in {took:.2f} s{same_prompt}")
@@ -194,11 +194,13 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
     free = await _generate(context, url, renderer, Sampling(temperature=2.0))
     values = [cool[1], hot[1], free[1]]
     if any(not logprobs or None in logprobs for logprobs in values) or cool[0] != hot[0]:
-        return not_checked(f"{name}: the engine's replies do not show which log-probabilities it returns")
+        return not_checked(
+            f"{name}: the engine's replies do not show which log-probabilities it returns (raw or processed)"
+        )
     truncated, heated, untruncated = ([value or 0.0 for value in logprobs or ()] for logprobs in values)
     if min(untruncated) > _CERTAIN:
         return not_checked(
-            f"{name}: the model is too certain of its tokens to show which log-probabilities the engine returns"
+            f"{name}: the model is too certain of its tokens to show which log-probabilities the engine returns (raw or processed)"
         )
     if min(truncated) > _CERTAIN and min(heated) > _CERTAIN:
         return ok(f"{name}: log-probabilities are those of the sampled distribution (processed)")

@@ -42,7 +42,7 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
         results.append(
             warning(
                 "the gateway is holding all calls, for a weight update or because it is a cell without a lease",
-                "if no trainer is updating weights: POST /admin/fence/resume (docs/weights.md); "
+                "if no trainer is updating weights, send POST /admin/fence/resume (docs/weights.md); "
                 "for a cell, check that it can reach the shared store",
             )
         )

@@ -140,7 +140,7 @@ def _check_shared_store(data: str) -> CheckOutcome:
     try:
         return ok(f"{name}: the shared store answers; events so far: {store.events.newest()}")
     except StoreError as error:
-        return failure(error.message, "check the database")
+        return failure(error.message, "check that PostgreSQL is running, and look for errors in its log")
     finally:
         store.close()
 
@@ -271,7 +271,8 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
         fix = (
             f"set {METRICS_KEY} to at least 16 characters"
             if error.param == METRICS_KEY
-            else "run chmod 600 on the file if other users can access it; otherwise, delete it; a new key is created at the next start"
+            else "run chmod 600 on the file if other users can access it; otherwise, delete it, and the gateway creates a new key at its "
+            "next start"
             if error.param == "data"
             else "correct the environment variable, or the file that it names"
         )

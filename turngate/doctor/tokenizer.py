@@ -177,7 +177,7 @@ def _supports_tools(renderer: Renderer) -> bool:
 def _describe_difference(ours: Sequence[int], theirs: Sequence[int], here: str = "", there: str = "") -> str:
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     if not here:
-        return f"tokens: {len(ours)} in the gateway, {len(theirs)} in the engine; they first differ at token {at + 1}"
+        return f"{len(ours)} tokens in the gateway, {len(theirs)} in the engine; they first differ at token {at + 1}"
     at = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
     return f"in the gateway …{here[max(0, at - 15) : at + 25]!r}, in the engine …{there[max(0, at - 15) : at + 25]!r}"
 

@@ -166,7 +166,7 @@ class RelayChunk(msgspec.Struct, frozen=True):
 
 
 class Relay(Protocol):
-    """The interface of an observe-mode endpoint. Such an endpoint renders prompts and parses replies itself."""
+    """The interface of a relay to an endpoint (observe mode). The endpoint renders prompts and parses replies itself."""
 
     name: str
 

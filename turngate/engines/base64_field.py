@@ -1,7 +1,7 @@
 """Extract one long base64 string from a JSON reply as it arrives.
 
 The string may be a hundred megabytes long. Parsing the reply as a whole would block the event loop for a second. A thread would not help,
-because JSON and base64 decoders hold the interpreter lock. Decoding each read as it arrives blocks the loop for only about a millisecond
+because JSON and base64 decoders hold the interpreter lock. Decoding the data as it arrives blocks the loop for only about a millisecond
 at a time.
 """
 
@@ -38,7 +38,7 @@ class Base64Field:
         return b"".join(parts)
 
     def feed(self, read: bytes) -> bytes:
-        """Return `read`, the next part of the reply, without the field's content. In the result, the field is an empty string.
+        """Return `read`, the next part of the reply, without the field's content. In the result, the field is an empty string or null.
 
         If the end of `read` may be the beginning of the field, the next call returns it.
         """

@@ -189,7 +189,9 @@ class Gate:
     async def take(
         self, limit: int = 1, *, wait_s: float | None = None, lease_s: float | None = None
     ) -> list[GateCall]:
-        """Wait for calls, and take up to `limit` of the oldest. Return an empty list after `wait_s` seconds, or if the gateway stops.
+        """Wait for calls, and take up to `limit` of the oldest.
+
+        Return an empty list if no call arrives within `wait_s` seconds, or if the gateway stops.
 
         A taken call is leased for `lease_s` seconds. Each part of its answer renews the lease, and so does `renew_lease`. When the lease
         expires, the call returns to the queue, or fails if part of its answer was sent. If `lease_s` is None, the lease never expires; this

@@ -1,7 +1,7 @@
-"""A call at the gate as the trainer sees it: the request, and methods to answer it (with lists or arrays), fail it or give it back.
+"""A call at the gate as the trainer sees it: the request, and methods to answer it, fail it or give it back.
 
-Calls are handed out by the gate itself (`gate.py`), or by its client in another process (`client/gate.py`). Answers are converted to
-arrays and checked here.
+Calls are handed out by the gate itself (`gate.py`), or by its client in another process (`client/gate.py`). Answers may be lists or arrays.
+They are converted to arrays and checked here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class GateCall:
         if self.over:
             return
         with contextlib.suppress(Gone, Conflict, NotFound):  # the call has already ended
-            await (self.fail("the trainer stopped in the middle of its answer") if self.sent else self.give_back())
+            await (self.fail("it stopped in the middle of its answer") if self.sent else self.give_back())
 
     async def _send_piece(
         self,

@@ -3,7 +3,8 @@
 Apart from errors, this module does not interpret the JSON that engines send. Two rules hold throughout:
 
 - Leaving the `EngineClient.post` block before the generation has finished closes the connection, which tells the engine to abort.
-- Errors are `TurngateError`s whose message is safe to show to an agent: it contains no URL, key or request headers.
+- Errors are `TurngateError`s whose message is safe to show to an agent: the client adds no URL or request headers to an engine's
+  message, and removes the API key from it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,10 @@ _DYING = re.compile(r"EngineCore encountered an issue")
 
 
 def error_from_status(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
-    """Map an engine's HTTP status to an error. `message` is the readable part of the body, and `evidence` is the raw body."""
+    """Map an engine's HTTP status to an error.
+
+    `message` is the readable part of the body, and `evidence` is the start of the raw body.
+    """
     text = f"{engine}: {message}" if message else f"{engine} returned status {status}"
     words = f"{message} {evidence}"
     if status == 401 or (status == 400 and _NO_KEY.search(words)):
@@ -235,7 +239,7 @@ def clean_logprobs(logprobs: Sequence[float | None]) -> list[float | None]:
 
 
 class EventParser:
-    """An incremental parser of server-sent events. An event may be split across reads. Comments are dropped."""
+    """An incremental parser of server-sent events. An event may be split across reads. Only the data of an event is kept."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -273,8 +277,8 @@ class EventParser:
 class Reply:
     """A POST request and its reply. The first read sends the request. The reply is closed when the `EngineClient.post` block exits.
 
-    `sent` is set once the engine may be working on the request. The engine class sets `finished` when the generation has ended; the
-    remaining bytes are then read and discarded. `done` is set when the stream has ended with `[DONE]`.
+    `sent` says whether the engine may have received the request. The code that reads the reply sets `finished` when the generation has
+    ended; the remaining bytes are then read and discarded. `done` is set when the stream has ended with `[DONE]`.
     """
 
     def __init__(
@@ -493,7 +497,7 @@ class EngineClient:
                 pass
 
     async def notify(self, path: str, body: bytes) -> None:
-        """Send a message, such as an abort, and discard the reply. Raise an error if the message is rejected."""
+        """Send a message, such as an abort, and discard the reply. Raise an error if the message is rejected or cannot be sent."""
         await self._probe("POST", path, body)
 
     async def command(self, path: str, body: Json, within_s: float) -> bytes:

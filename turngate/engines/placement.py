@@ -4,8 +4,8 @@
 - A lane is crowded if its KV cache is at least 90 % full and at least one call is waiting, or if its queue is long: at least 4 calls
   are waiting, and at least one for every 4 that are running.
 - A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because the new lane must compute
-  the session's whole prefix again. Between two reports, the number of sessions that a gateway moves is limited to its own
-  share of the waiting calls.
+  the session's whole prefix again. Between two reports, a gateway moves at most as many sessions out of a lane
+  as its share of the lane's waiting calls.
 - Calls that this gateway has begun since the last report count as waiting once the lane is full, so a burst between two reports can
   crowd a lane. A lane is full when it has as many calls as it was running at the last report in which it was crowded. If it later
   runs more calls without being crowded, the number of calls that fill it is unknown again.

@@ -3,8 +3,8 @@
 A *replica* is one engine, with its own health. A *lane* is a destination for calls: a replica, or one of its data-parallel ranks.
 
 - A session's first call goes to the least loaded lane, and later calls go to the same lane. `placement.py` decides when the session moves.
-- An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure. If all replicas are down, a
-  call checks them first.
+- An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure. If no replica accepts calls,
+  a call first checks those that are not draining.
 - A call that fails *before its first chunk* because its replica is unavailable is retried on another lane, and its session moves
   there. This is safe because the caller has not seen any output. A call that fails because its replica is busy is retried once.
 - If that retry also finds a busy replica, or there is no other lane for it, the call is tried again for up to `wait_s` seconds. The same

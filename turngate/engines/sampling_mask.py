@@ -2,7 +2,7 @@
 
 A trainer that computes a token's log-probability under new weights must normalize it over the same ids. What each engine returns:
 
-- local: the kept ids for every token, whatever the settings.
+- local: the kept ids for every token.
 - vLLM 0.32 (`--return-sampling-mask`, Model Runner V2): the kept ids in the `generate` API, but not in the `completions` API. With
   this option, vLLM rejects calls without `top_k` and requires `--logprobs-mode processed_logprobs`, so its log-probabilities are over the
   kept ids.
@@ -25,7 +25,7 @@ MAX_KEPT = 4096  # a token for which more ids were kept has no mask, so its turn
 def build_masks(
     engine: str, first: int, ids: Sequence[int], kept: Sequence[Sequence[int] | np.ndarray]
 ) -> tuple[SideArray, ...]:
-    """Build the sampling masks, as side data, for `ids`: consecutive tokens of a reply, the first at index `first`.
+    """Build the sampling masks of `ids`, which are consecutive tokens of a reply. The first of them has index `first`.
 
     `kept` contains the ids that were kept for each token. A token with more than `MAX_KEPT` of them gets no mask.
 

@@ -142,7 +142,7 @@ class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class _ScoringServer:
-    """A server that scores over HTTP."""
+    """The base class of servers that score over HTTP."""
 
     def __init__(self, name: str, url: str, model: str, *, key: str = "", timeout_s: float = 600.0) -> None:
         self.name = name

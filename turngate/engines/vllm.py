@@ -486,7 +486,7 @@ class VLLMGeneration:
         return chunk
 
     async def _read_usage(self, chunk: Chunk) -> Chunk:
-        """Read the usage at the end of the reply, and add it to the last chunk. Only after this can the connection be reused."""
+        """Read the usage at the end of the reply, and add it to the last chunk. If it does not arrive, return the chunk unchanged."""
         with suppress(TurngateError, TimeoutError):  # the generation is complete
             async with asyncio.timeout(http.DRAIN_S):
                 while (batch := await self._reply.batch()) is not None:
@@ -511,7 +511,7 @@ class VLLMGeneration:
 
 def _explain_served(models: _Models, wanted: str) -> str:
     served = ", ".join(card.id for card in models.data) or "no models"
-    return f"it serves {served}, not {wanted}" if wanted else f"it serves {served}"
+    return f"the engine serves {served}, not {wanted}" if wanted else f"the engine serves {served}"
 
 
 def _parse_finish(name: str, reason: str) -> Literal["stop", "length", "abort"]:

@@ -29,7 +29,10 @@ class Attempts:
         events: Events,
         wait_for_announcement: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`wait_for_announcement` takes a session's key and waits until the session is announced to the shared store. Only cells set it."""
+        """`wait_for_announcement` takes a session's key, and waits briefly for the session to be announced to the shared store.
+
+        Only cells pass it.
+        """
         self._table = table
         self._sessions = sessions
         self._events = events
@@ -53,9 +56,9 @@ class Attempts:
             )
 
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[RecordedOutcome]:
-        """Mark an attempt as superseded, even if its session was never opened. If the session is open, cancel it.
+        """Mark an attempt as superseded unless it already has an outcome. If its session is open, cancel the session.
 
-        `session` is the id that was chosen for the session, if known. An attempt that has an outcome is not superseded.
+        The attempt need not have a session yet. `session` is the id that was chosen for its session, if known.
         """
         row, outcome = self._table.supersede(rollout, attempt, session or self._find_unnamed(rollout))
         if row.session:

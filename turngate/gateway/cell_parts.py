@@ -2,8 +2,8 @@
 
 A cell's *part* of a project's share is proportional to the number of the project's calls in that cell, running and waiting. When a call
 ends, only the cell that ran it can use the engine capacity that becomes free. To choose its next call, a cell therefore compares its own
-running calls of each project with its part, and ignores the calls that run in other cells. A cell leaves capacity free only while another
-cell has a waiting call that would fit within that other cell's part. All functions here are pure.
+running calls of each project with its part. A cell leaves capacity free only while another cell has a waiting call that would fit within
+that other cell's part. All functions here are pure.
 """
 
 from __future__ import annotations

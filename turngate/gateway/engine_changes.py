@@ -41,7 +41,7 @@ class EngineGroup(Protocol):
 
 
 class LocalEngines:
-    """The engine pool of this process. With `serves=False`, the pool gets no calls and only reports load and updates weights."""
+    """The engine pool of this process. With `serves=False`, the pool gets no calls: it only reports its load and loads weights."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class EngineChanges:
     async def remove(self, url: str, limit_s: float = REMOVE_S, *, force: bool = False) -> EnginesView:
         """Drain an engine, and remove it when its calls have ended. Raise `EngineTimeout` if that takes longer than `limit_s` seconds.
 
-        With `force`, remove it immediately. Its calls in flight fail if they have produced tokens. Otherwise, they are retried on another
+        With `force`, remove it immediately: its calls in flight that have produced tokens fail, and the others are retried on another
         engine.
         """
         local, group = self._require()
@@ -189,7 +189,9 @@ class EngineChanges:
     async def _drain(self, local: LocalEngines, group: EngineGroup, url: str) -> None:
         address = self._find(local, url)
         if address in self._listed.read().failed:
-            raise Conflict(f"{address} has failed, so it gets no calls; add it again, or remove it", param="url")
+            raise Conflict(
+                f"cannot drain {address}: it has failed and gets no calls; add it again, or remove it", param="url"
+            )
         await self._apply(group, address, "draining")
 
     async def _apply(self, group: EngineGroup, address: str, state: EngineState | None) -> None:
@@ -217,7 +219,8 @@ class EngineChanges:
     def _require_open(self) -> None:
         if self._fence.paused:
             raise Conflict(
-                "calls are paused for a weight update, which would not reach a new engine; add the engine after calls have resumed"
+                "cannot add an engine while calls are paused, because it would miss a weight update in progress; add it after calls have "
+                "resumed"
             )
 
     def _find(self, local: LocalEngines, url: str) -> str:

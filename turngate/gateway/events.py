@@ -1,4 +1,4 @@
-"""The gateway's events: a log that can be followed from a cursor.
+"""The gateway's events: a log that can be followed from any event number.
 
 Events are kept in the store, so after a restart, a follower can continue where it stopped. Only the followers themselves are in memory.
 An event that belongs to a record (a turn, the end of a session) is written in the same transaction as the record. The code that writes

@@ -32,7 +32,7 @@ _EXCESS_SHARE = 1 / 16  # part of `max_loaded_mb` that may be loaded before the 
 class Evictor:
     """Evicts ended sessions, and open ones that have had no call for `rest_s` seconds.
 
-    If more than `max_loaded_mb` is loaded, it also evicts the least recently used sessions. If either setting is 0, its limit is off.
+    If traces and calls take more than `max_loaded_mb`, it also evicts the least recently used sessions. A setting of 0 means no limit.
     """
 
     def __init__(self, store: Store, sessions: Sessions, rest_s: float, max_loaded_mb: float = 0) -> None:

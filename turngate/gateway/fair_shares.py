@@ -1,4 +1,4 @@
-"""Share the engines fairly between projects: choose which waiting call runs next while all engines are crowded.
+"""Share the engines fairly between projects: choose which waiting call runs next while all engines are saturated.
 
 The next call comes from the project with the fewest running calls relative to its weight, and within this project from the group with the
 fewest running calls. Projects or groups that tie take turns. Calls of one group run in the order in which they arrive. Each project with
@@ -71,7 +71,6 @@ class FairQueue(Generic[T]):
         return not self._projects[project] and project not in self._waiting
 
     def add(self, project: str, group: str, call: T) -> None:
-        """Add a waiting call."""
         if not self.waiting:
             self._room_since = None
         self._waiting.setdefault(project, {}).setdefault(group, deque()).append(call)

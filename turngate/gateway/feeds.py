@@ -275,7 +275,6 @@ class Feeds:
         return alarms
 
     def _count_report(self, name: str, report: MismatchReport, alarms: tuple[MismatchAlarm, ...]) -> None:
-        """Count a report in the metrics, and log its alarms."""
         for one in report.lags:
             label = "unknown" if one.lag is None else "same" if one.lag == 0 else "older"
             self._metrics.count("turngate_mismatch_tokens_total", label, by=one.tokens)

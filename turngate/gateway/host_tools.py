@@ -62,7 +62,9 @@ class HostTools:
         reply = msgspec.json.encode(tool.immediate_reply()) if tool.wait_s is None else None
         call = self._calls.add(session.key, session.id, tool.name, arguments, key, reply, MAX_CALLS)
         if call is None:
-            raise Conflict(f"this session has reached its limit of {MAX_CALLS} tool calls")
+            raise Conflict(
+                f"this session has reached its limit of {MAX_CALLS} tool calls; open a new session to make more"
+            )
         self._events.wake(session.id)
         return call
 

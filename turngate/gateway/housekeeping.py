@@ -26,7 +26,7 @@ class Housekeeper:
     """Performs the periodic maintenance until `run` is cancelled.
 
     Sessions are sealed after `idle_s` seconds without a call. Events older than `event_s` seconds are removed, except those of sessions
-    in a cell's outbox; 0 keeps all events.
+    in a cell's outbox. If `event_s` is 0, all events are kept.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Housekeeper:
     async def _prune_events(self, before: float) -> None:
         try:
             if removed := await self._events.prune(before):
-                log.info("number of events removed because they are older than event_days: %d", removed)
+                log.info("events removed because they were older than event_days: %d", removed)
         except TurngateError as error:
             log.warning("cannot remove old events: %s", error.message)
 

@@ -46,7 +46,9 @@ class LostRunners:
                     await self._sessions.end(session_id, "cancelled", RUNNER_LOST)
             except TurngateError as error:
                 log.warning(
-                    "cannot check or cancel session %s, whose runner may be lost: %s", session_id, error.message
+                    "cannot check whether session %s has lost its runner, or cannot cancel it: %s",
+                    session_id,
+                    error.message,
                 )
 
 

@@ -46,7 +46,7 @@ class OutcomeRecorder:
         self._require_lease = require_lease
 
     def has_turn_rewards(self, session_id: str, outcome: RecordedOutcome) -> bool:
-        """Return whether the outcome or a host tool of its session gives rewards to turns.
+        """Return whether the outcome gives rewards to turns, or the host tools of its session may.
 
         If so, the caller must complete the outcome with `complete_turn_rewards` before it calls `record`.
         """
@@ -86,7 +86,8 @@ def complete_turn_rewards(
 ) -> RecordedOutcome:
     """Add the rewards of host tools to an outcome, and find the turn of each reward. Return the new outcome.
 
-    `replies` contains the JSON of each turn's message, by node id. Raise `BadRequest` if a reward does not belong to a turn of the session.
+    `replies` contains the JSON of each turn's message, by node id. Raise `BadRequest` if a reward is invalid, or if its turn cannot be
+    determined.
     """
     turns = list_turn_records(session.trace, replies)
     of_tools = {} if outcome.reward is None else reward_tool_calls(session.config.tools, turns, calls)

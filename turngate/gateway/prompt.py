@@ -1,7 +1,7 @@
 """Build the prompt of a call: locate the call in the session's trace and, if possible, render only its new messages.
 
-These are the `locate` and `render` steps of `turn.py`. They do no I/O. So that other calls do not wait, the meanings of many new messages
-are computed in slices, and many or long messages are rendered in a thread.
+These are the `locate` and `render` steps of `turn.py`. They do no I/O. So that other calls need not wait, digests of many new messages are
+computed in short slices, and many or long messages are rendered in a thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Preamble(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A rendered call: its place in the trace and the ids that it adds."""
+    """The prompt of a call: its place in the trace and the ids that it adds."""
 
     location: Location
     parent: Sampled | None  # the turn whose ids the prompt extends
@@ -106,7 +106,7 @@ class PromptBuilder:
             return _render(session, location, preamble, renderer)
 
     async def _compute_meanings(self, session: Session, request: RequestMessages) -> None:
-        """If many messages of `request` are not repeated from a recent request, compute their meanings in slices. `request` keeps them."""
+        """If many messages of `request` are new, compute the digests of their meaning in slices. `request` caches the digests."""
         start = session.trace.count_repeated(request)
         if len(request) - start > _MAX_INLINE_MESSAGES:
             await self._slicer.run(partial(_compute_slice, request, iter(range(start, len(request)))))
@@ -159,7 +159,7 @@ class _reject_deep_nesting:  # lowercase because it is used like a function
 
 
 def _compute_slice(request: RequestMessages, indexes: Iterator[int], seconds: float) -> bool:
-    """Compute the meanings of the next messages, for about `seconds` of CPU time. Return whether all meanings are computed."""
+    """Compute the digests of the next messages, for about `seconds` of CPU time. Return whether all digests are computed."""
     end = time.thread_time() + seconds
     for index in indexes:
         request.meaning(index)

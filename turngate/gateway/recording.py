@@ -170,7 +170,7 @@ class TurnRecorder:
             self._journal.note_stop(session.key, limit)
 
     def announce_limit(self, session: Session, limit: str) -> None:
-        """Add an event when a session reaches a limit, once per session and limit."""
+        """Add a `limit` event, unless this process has already added one for this session and limit."""
         if limit not in session.limits_announced:
             session.limits_announced.add(limit)
             self._events.add(session.id, "limit", {"limit": limit})

@@ -44,7 +44,7 @@ class SessionPruner:
             self._task = asyncio.create_task(asyncio.to_thread(self._run, asyncio.get_running_loop()))
 
     async def stop(self) -> None:
-        """Stop, but first finish removing the current groups."""
+        """Stop, but first finish removing the groups whose removal has begun."""
         self._stopping.set()
         if self._task is not None:
             await self._task

@@ -51,7 +51,7 @@ def find_constraint_bias(call: Call) -> tuple[str, ...]:
 def count_room(session: Session, call: Call, size: int, max_context: int | None) -> int:
     """Return the number of tokens that may be sampled after a prompt of `size` tokens.
 
-    The default is 4096, if neither the call nor a limit sets a number. The caller must already have checked that the prompt itself fits.
+    If the call, the session and the model set no limit, return 4096. The caller must already have checked that the prompt itself fits.
     """
     limit = session.config.limits.context_tokens
     requested = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens

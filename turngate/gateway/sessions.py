@@ -157,7 +157,7 @@ class Sessions:
     # ── find ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def find(self, session_id: str) -> Session:
-        """Return a session. If it is not in memory, load it in slices. Requests that need it in the meantime share the load."""
+        """Return a session. If it is not in memory, load it from the store. Requests that need it in the meantime share the load."""
         live = self._live.get(session_id)
         return live if live is not None else await self._loads.join(session_id, partial(self._load, session_id))
 

@@ -61,7 +61,7 @@ class SharedCalls:
         return identify_engines((replica.address for replica in self._pool.replicas), self._host)
 
     def encode(self) -> str:
-        """Return this process's report as JSON, or an empty string if it must not be sent now (see the module)."""
+        """Return this process's report as JSON, or an empty string if it must not be sent now (see the module's docstring)."""
         if not (self._shares.is_active and self._fence.admits and self._pool.accepts_calls):
             return ""
         calls = self._shares.queue.count()
@@ -82,8 +82,8 @@ class SharedCalls:
         except msgspec.MsgspecError as error:
             if not self._has_warned:
                 log.warning(
-                    "cannot read the report of another process: %s; its calls do not count when the engines are divided between "
-                    "projects. Run the same version of Turngate in all cells",
+                    "cannot read how many calls another process reports: %s; its calls are not counted when the engines are shared "
+                    "between projects; run the same version of Turngate in all cells",
                     error,
                 )
             self._has_warned = True

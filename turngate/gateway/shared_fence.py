@@ -3,7 +3,7 @@
 Calls wait at the fence during weight updates (`fence.py`). The gateway on the shared store changes the fence (`SharedBarrier`), and every
 cell follows it (`FenceFollower`). After a change, the gateway waits until each follower has carried it out or can no longer serve. A
 follower may serve only for `ttl_s` seconds after it sent its last successful report, so the gateway waits at most that long for a cell
-that cannot be reached. By then, that cell holds new calls and has aborted its calls in flight.
+that cannot be reached. By then, that cell holds new calls and aborts its calls in flight.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class FenceFollower:
         return [] if self._engines is None else self._engines.busy
 
     def _exchange(self, busy: str, calls: str) -> tuple[SharedFence, list[str]]:
-        """Send a report. Return the shared fence and, if the report contains this process's `calls`, those of the other processes."""
+        """Send a report. Return the shared fence, and the calls of the other processes if this report contains `calls`."""
         if self._table is None:
             self._table = self._connect()
         shared = self._table.report(self._id, self._name, self._ttl_s, self._epoch, busy, calls)

@@ -10,9 +10,9 @@
     commit    make the context and the sampled node durable before the last event        (recording.py)
     reply     emit text as it is sampled, each tool call when it is complete, and `Done` when the turn is recorded
 
-`TurnPipeline.run` emits the events of a reply in batches. It is independent of wire formats: for a non-streaming reply, the server collects
-the stream. However a call ends, the tokens sampled so far are recorded. If the agent hangs up or the engine fails, these tokens become an
-aborted turn.
+`TurnPipeline.run` emits the events of a reply in batches. It does not depend on the wire format, and it always streams: for a
+non-streaming reply, the server collects the events. If the agent hangs up or the engine fails during generation, the tokens sampled so far
+are recorded as an aborted turn.
 """
 
 from __future__ import annotations
@@ -112,9 +112,8 @@ class TurnPipeline:
     async def run(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         """Run one turn, from request to `Done`, and emit its events in batches.
 
-        `emit` is a callback because nested async generators are slower. Until generation has ended, cancelling the task aborts the turn,
-        and so does an exception from `emit`. A turn that is aborted during generation is recorded. The times that the call spends waiting
-        are stored in `timing`.
+        `emit` is a callback because nested async generators are slower. If the task is cancelled or `emit` raises an exception while tokens
+        are being generated, the turn is recorded as aborted. `timing` receives the times that the call spends waiting.
         """
         self.admit(session, call)
         try:
@@ -136,7 +135,7 @@ class TurnPipeline:
         return len((await self._prompts.build(session, call, renderer)).ids)
 
     def model_name(self, session: Session, call: Call) -> str:
-        """Return the session's model name, the name of the gateway's only model, or the name that the agent sent, in this order."""
+        """Return the first that exists: the session's model name, the name of the gateway's only model, or the name that the agent sent."""
         served = self._settings.models
         return session.config.model or (served[0] if len(served) == 1 else call.model)
 
@@ -214,7 +213,7 @@ class TurnPipeline:
             self._fence.leave()
 
     async def _pass_fence(self, session: Session, timing: CallTiming) -> None:
-        """Wait while calls are held: during a weight update, or while the cell has no lease. The session's time limit still applies."""
+        """Wait until the fence admits the call. Raise `LimitReached` if the session reaches its time limit first."""
         if self._fence.admits:
             await self._fence.enter()  # without waiting
             return
@@ -479,7 +478,6 @@ class TurnPipeline:
         )
 
     def _add_observed(self, draft: TurnDraft, chunk: RelayChunk) -> None:
-        """Add the token ids and other data of an observed chunk to the draft."""
         if chunk.ids:
             draft.capture = "tokens"
             draft.add(chunk.ids, chunk.logprobs, self._fence.version_now(draft.begun_at))
@@ -496,7 +494,7 @@ def _until(deadline: float | None, items: AsyncIterator[T]) -> AsyncIterator[T]:
 
 
 class _TimedIterator(Generic[T]):
-    """An iterator with a deadline. Only the wait for the next item can time out. The consumer is never interrupted."""
+    """An iterator that raises `TimeoutError` at a deadline, but only while it waits for the next item, never in the consumer's code."""
 
     def __init__(self, items: AsyncIterator[T], deadline: float) -> None:
         self._items = items
@@ -513,7 +511,7 @@ class _TimedIterator(Generic[T]):
 def _let_reason_first(call: Call, renderer: Renderer, context: Ids) -> tuple[Call, ReasoningTokens | None]:
     """If the call has a constraint and a reply to `context` may start with reasoning, apply the constraint only after the reasoning.
 
-    Return the call, and the reasoning tokens, or None if the call is unchanged.
+    Return the call, and the tokens that open and close the reasoning. If the call is unchanged, return None for these tokens.
     """
     if call.constraint is None:
         return call, None

@@ -213,7 +213,7 @@ class WeightUpdates:
             elif self._replicas.is_frozen and not was_frozen:
                 await self._thaw()
         except TurngateError as error:
-            log.warning("calls are still held or frozen: %s; retrying", error.message)
+            log.warning("cannot resume calls after a failed pause or weight update: %s; retrying", error.message)
             if self._fence.paused and not was_paused:
                 self._stop_timer()
                 self._timer = asyncio.create_task(self._keep_opening())

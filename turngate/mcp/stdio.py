@@ -24,7 +24,7 @@ from turngate.service.rollouts import Rollouts
 async def serve(rollouts: Rollouts) -> None:
     """Serve until the client closes stdin or the task is cancelled.
 
-    Then abort all rollouts, remove their sandboxes, and answer the calls that are waiting for them, if the client is still reading.
+    Then abort all rollouts and remove their sandboxes. Calls that are waiting for a rollout are answered if the client is still reading.
     """
     try:
         await _serve(rollouts)

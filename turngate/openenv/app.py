@@ -173,7 +173,7 @@ def _max_sessions() -> int:
 def _check_exposure(host: str, is_open: bool) -> None:
     """Raise `ConfigError` if other machines could connect without a key, unless `is_open` allows it.
 
-    Callers run programs in sandboxes at the owner's expense.
+    Callers can run programs in sandboxes at the operator's expense.
     """
     if not (is_loopback(host) or is_open or os.environ.get(KEY, "").strip()):
         raise ConfigError(
@@ -186,9 +186,9 @@ def _check_exposure(host: str, is_open: bool) -> None:
 class OpenEnvAccess:
     """Middleware that checks access and limits the size of request bodies.
 
-    If a key is set, callers must send it, except to `/health`. If no key is set, programs and our own pages have access. Pages of other
-    sites do not: otherwise, any page that is open in a browser on this machine could call a local server. For the same reason, a local
-    server without a key rejects calls whose Host header does not name this machine.
+    If a key is set, callers must send it, except to `/health`. If no key is set, programs and this server's own pages have access. Pages of
+    other sites do not: otherwise, any page that is open in a browser on this machine could call a local server. For the same reason, a
+    local server without a key rejects calls whose Host header does not name this machine.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
@@ -229,7 +229,7 @@ def _limit_body(scope: Scope, receive: Receive) -> Receive:
         message = await receive()
         received += len(message.get("body", b""))
         if received > MAX_BYTES:
-            raise HTTPException(413, f"the request body is larger than {MAX_BYTES} bytes")
+            raise HTTPException(413, f"the request body is larger than the limit of {MAX_BYTES} bytes")
         return message
 
     return receive_limited

@@ -188,7 +188,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         )
 
     async def abort_rollout(self, rollout_id: str, reason: str = "") -> RolloutState:
-        """Stop a rollout's generation and its sandbox. Return the rollout's state when both have ended."""
+        """Stop a rollout, and return its final state once its agent and sandbox have stopped. An ended rollout is left unchanged."""
         return await self._call("abort_rollout", RolloutState, rollout_id=rollout_id, reason=reason)
 
     async def finalize_rollout(self, rollout_id: str, wait_s: float | None = None) -> RolloutResult:

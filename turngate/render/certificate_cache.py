@@ -68,7 +68,7 @@ def load_record(name: str) -> CertificateRecord | None:
 
 
 def load_any_record(folder: Path) -> CertificateRecord | None:
-    """Load any record of a tokenizer folder, for any model and family. All records of the folder have the same vocabulary."""
+    """Load one of the records of a tokenizer folder. All of them have the same vocabulary. Return None if there is none."""
     try:
         records = map(_read_record, _cache_folder().glob(f"{_tokenizer_digest(folder)}-*.msgpack"))
         return next((record for record in records if record is not None), None)

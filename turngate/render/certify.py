@@ -52,7 +52,7 @@ class ProbeCase(msgspec.Struct, frozen=True):
 
 
 class TokenDifference(msgspec.Struct, frozen=True):
-    """The tokens of the bridge and of the template around their first difference. Each token is a pair of its id and its text."""
+    """The tokens of the prompt with the bridge, and those of the template, around the first difference, as pairs of id and text."""
 
     where: str
     at: int  # number of equal tokens before the difference
@@ -61,7 +61,7 @@ class TokenDifference(msgspec.Struct, frozen=True):
 
     def describe(self) -> str:
         ours, theirs = ("".join(text for _, text in side) for side in (self.bridge, self.template))
-        return f"{self.where}, the bridge has {ours!r}, but the template has {theirs!r}"
+        return f"{self.where}, the prompt with the bridge has {ours!r}, but the template has {theirs!r}"
 
 
 class ProbeResult(msgspec.Struct, frozen=True):

@@ -175,7 +175,8 @@ class FamilyRenderer:
 class _PackageReader(ReplyReader):
     """A reader for replies whose calls only the `renderers` package can parse.
 
-    It streams the text before the first marker that our parser does not know, and emits everything else when the reply ends.
+    It streams the text before the first added token that neither marks reasoning nor ends the turn. It emits everything else when the reply
+    ends.
     """
 
     def __init__(

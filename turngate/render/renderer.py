@@ -111,7 +111,7 @@ class Renderer(Protocol):
     def find_reasoning_tokens(self, context: Ids) -> ReasoningTokens | None:
         """Return the tokens that open and close reasoning at the start of a reply to this context.
 
-        Return None if the reply cannot start with reasoning, or if the markers are not single tokens of the vocabulary.
+        Return None if the reply cannot start with reasoning, or if the markers are not added tokens of the vocabulary.
         """
 
 
@@ -347,7 +347,7 @@ class TemplateRenderer:
         kwargs: dict[str, Json],
         shape: tuple[*_Shape, bool],
     ) -> str:
-        """Return why transitions of this shape have no bridge, or "" if they have one. Cache the result."""
+        """Return why transitions of this shape have no bridge, or "" if no reason is found. Cache the result."""
         if shape not in self._refusals:
             if len(self._refusals) >= _MAX_FORMS:
                 self._refusals.pop(next(iter(self._refusals)))
@@ -472,7 +472,10 @@ def _find_call_syntax(template: Template) -> Syntax | None:
 
 
 def _compile_template(tokenizer: Tokenizer, default: str) -> tuple[Template, str]:
-    """Compile the chat template and, if there is one, the separate template for tools. If the latter cannot be used, also return why."""
+    """Compile the chat template and, if there is one, the separate template for tools.
+
+    Return the template to use, and why the template for tools cannot be used ("" if it can, or if there is none).
+    """
     source, without_tools = (default, None) if tokenizer.tool_template is None else (tokenizer.tool_template, default)
     try:
         template = Template(source, tokenizer.special_tokens, source_without_tools=without_tools)

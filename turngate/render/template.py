@@ -85,7 +85,7 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Template:
-    """A compiled chat template. If the model has separate templates, `without_tools` is the one for conversations without tools."""
+    """A compiled chat template. `without_tools` is the template for conversations without tools: a separate one, or this one."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], *, source_without_tools: str | None = None) -> None:
         try:

@@ -417,7 +417,10 @@ def _load_backend(path: Path, config: Json | None) -> Backend:
         add_declared_tokens(spec, config)
         return Backend.from_str(json.dumps(spec))
     except Exception as error:  # the package raises no more specific type
-        raise ConfigError(f"tokenizer: {path} cannot be loaded ({error})", param="tokenizer") from None
+        raise ConfigError(
+            f"tokenizer: {path} cannot be loaded ({error}); download the tokenizer again, or choose a different --tokenizer",
+            param="tokenizer",
+        ) from None
 
 
 def _require_same_ids(path: Path, backend: Backend, added: dict[str, int]) -> None:

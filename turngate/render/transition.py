@@ -31,7 +31,7 @@ TURN_TEXT = "turngateTURNTEXT"
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """One kind of transition. A renderer's certificate contains the probe results for each kind that occurs in the probe conversations."""
+    """One kind of transition between two turns. A certificate contains the results for each kind in the probe conversations."""
 
     calls: int  # number of calls in the turn; 2 means two or more
     speakers: tuple[str, ...]  # the roles of the new messages; consecutive equal roles are listed once
@@ -52,7 +52,8 @@ class Transition(msgspec.Struct, frozen=True):
 class BridgeDifference(msgspec.Struct, frozen=True):
     """Why a bridge does not match a render of the whole conversation, or cannot be compared with it.
 
-    `bridge` and `template` are the two texts that differ, if there are any.
+    `bridge` is the text of the prompt with the bridge, and `template` is the text that the template writes there. Both are empty if no
+    texts were compared.
     """
 
     where: str
@@ -64,7 +65,7 @@ class BridgeDifference(msgspec.Struct, frozen=True):
             return self.where
         at = _common_size(self.bridge, self.template)
         near = slice(max(0, at - 20), at + 30)
-        return f"{self.where}, the bridge has {self.bridge[near]!r}, but the template has {self.template[near]!r}"
+        return f"{self.where}, the prompt with the bridge has {self.bridge[near]!r}, but the template has {self.template[near]!r}"
 
 
 _UNCLEAR_TURNS = BridgeDifference("the template does not write each turn and its end exactly once")

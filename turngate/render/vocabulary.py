@@ -42,7 +42,8 @@ def read_vocabulary(path: Path, config: Json) -> Vocabulary:
         return _parse_vocabulary(spec, blake2b(path.read_bytes(), digest_size=16).hexdigest(), declared)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"tokenizer: {path} or the tokenizer_config.json beside it is not valid ({type(error).__name__}: {error})",
+            f"tokenizer: {path} or the tokenizer_config.json beside it is not valid ({type(error).__name__}: {error}); "
+            "download the tokenizer again, or choose a different --tokenizer",
             param="tokenizer",
         ) from None
 

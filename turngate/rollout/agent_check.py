@@ -44,7 +44,7 @@ AFTER = "alpha\ncolor\nomega\n"
 
 
 class PromiseResult(msgspec.Struct, frozen=True):
-    """Whether the gateway kept one of its promises about an agent, such as that the trace contains every model call."""
+    """Whether one promise of an agent check was kept, such as that the trace contains every model call."""
 
     name: str
     ok: bool
@@ -152,7 +152,9 @@ async def prepare_check(
 ) -> AsyncIterator[AgentCheck]:
     """Start a gateway with the scripted engine, and yield a check that is ready to run. The gateway stops at the end of the block."""
     if not agent.check and options.scenes is None:
-        raise AgentError(f"{agent.name}: the agent's description has no [[check]] steps; add some", param="check")
+        raise AgentError(
+            f"{agent.name}: the agent's description has no [[check]] steps; add at least one", param="check"
+        )
     renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
     scenes: list[Scene] = []
     engine = Scripted(
@@ -224,16 +226,19 @@ def _check_work(folder: Path, agent: AgentSpec, log: CallLog) -> PromiseResult:
 def _explain_unfinished_work(agent: AgentSpec, log: CallLog) -> str:
     """Return why the agent could not follow the [[check]] steps, or "" if no reason is known."""
     if not log.model_calls:
-        return "the agent made no model call: does it read the base URL and the key that its description sets?"
+        return "the agent made no model call; check that it reads the base URL and the key that its description sets"
     called = {call.tool: None for step in agent.check for call in step.calls}
     offered = {tool.name for tool in log.tools}
     if called and not offered:
         return (
-            f"the agent offers no tools, but its [[check]] steps call {', '.join(called)}; write steps that only `say`, "
+            f"the agent offers no tools, but its [[check]] steps call {', '.join(called)}; write steps with only `say`, "
             "and set check_task = false if the agent cannot change files"
         )
     if missing := [name for name in called if name not in offered]:
-        return f"the [[check]] steps call {', '.join(missing)}, but the agent offers only {', '.join(sorted(offered))}"
+        return (
+            f"the [[check]] steps call {', '.join(missing)}, but the agent offers only {', '.join(sorted(offered))}; "
+            "change the steps to call only the offered tools"
+        )
     return ""
 
 
@@ -248,7 +253,7 @@ def _check_rows(samples: list[SampleRow], nodes: list[TraceNode]) -> PromiseResu
 
 
 def _explain_rows(nodes: list[TraceNode]) -> str:
-    """List the turns of the main conversation that begin a branch, with the cause of each fork."""
+    """Describe each turn of the main conversation that begins a branch, with the cause of the fork."""
     by_id = {node.id: node for node in nodes}
     turns = [node for node in nodes if isinstance(node, TraceTurn)]
     number_of = {turn.id: number for number, turn in enumerate(turns, 1)}
@@ -269,7 +274,7 @@ def _explain_edit(replaced: TraceTurn, number: int) -> str:
     """Say which turn's answer the agent changed, and suggest a fix if the answer has several tool calls."""
     calls = len(replaced.decode_message().tool_calls)
     changed = f": the agent changed the answer of turn {number} in its history"
-    hint = f"; turn {number} has {calls} calls: if the agent runs one tool per reply, write [[check]] steps with one call each"
+    hint = f"; turn {number} has {calls} tool calls: if the agent runs one tool per reply, write [[check]] steps with one call each"
     return changed + hint if calls > 1 else changed
 
 
@@ -298,7 +303,7 @@ def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scr
         expected = np.array(derive_logprobs(prompt, turn.ids.tolist()), LOGPROB_DTYPE)
         scored = scored and turn.logprobs is not None and np.array_equal(turn.logprobs, expected)
     ok = sorted(recorded) == sent and scored
-    return PromiseResult("every recorded id was received or sampled by the engine", ok, f"turns: {len(turns)}")
+    return PromiseResult("every recorded token id was received or sampled by the engine", ok, f"turns: {len(turns)}")
 
 
 def _check_training(spans: list[RowSpan], log: CallLog) -> PromiseResult:
@@ -335,7 +340,7 @@ def _check_side_calls(spans: list[RowSpan]) -> PromiseResult:
 def _check_transcript(outcome: Outcome) -> PromiseResult:
     collected = outcome.collected
     return PromiseResult(
-        "the agent's own transcript matches, turn by turn",
+        "the agent's own transcript matches the trace, turn by turn",
         not collected.differences and bool(collected.transcript_turns),
         "; ".join(collected.differences) or f"turns: {collected.transcript_turns}",
     )

@@ -56,7 +56,7 @@ def explain_failure(run: WatchedRun) -> str:
     if not run.calls:
         ended = "did not end in time" if run.exit_code is None else f"ended with exit code {run.exit_code}"
         return (
-            f"the command made no request to the gateway and {ended}{printed}. Pass the gateway's address in a flag, as "
+            f"the command made no request to the gateway and {ended}{printed}; pass the gateway's address in a flag, as "
             "{base_url}/v1, or in an environment variable: `--env NAME={base_url}/v1 --env KEY_NAME={api_key}`"
         )
     if not model_calls:
@@ -67,7 +67,7 @@ def explain_failure(run: WatchedRun) -> str:
         )
     first = model_calls[0]
     hint = f"; pass the model's name as {{model}}, not {first.model}" if first.model not in ("", MODEL) else ""
-    return f"no model call succeeded; the first returned: {first.status} {first.error[:300]}{hint}"
+    return f"no model call succeeded; the first returned status {first.status}: {first.error[:300]}{hint}"
 
 
 def find_shell_tool(tools: Sequence[Tool]) -> ShellTool | None:
@@ -139,7 +139,10 @@ def _head(name: str, command: Sequence[str], calls: Sequence[LoggedCall], *, doe
 
 
 def _environment(env: Mapping[str, str], run: WatchedRun) -> list[str]:
-    """Write the [env] table: the variables that the agent read, the model variables of the same providers, and those in `env`."""
+    """Return the lines of the [env] table, if there are any variables.
+
+    They are the variables that the agent read, the model variables of the same providers, and those in `env`.
+    """
     used = {name: VARIABLES[name] for name in VARIABLES if name in run.variables}
     providers = {name.partition("_")[0] for name in used if name in URL_VARIABLES or name in KEY_VARIABLES}
     used |= {name: value for name, value in MODEL_VARIABLES.items() if name.partition("_")[0] in providers}
@@ -158,7 +161,7 @@ def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
         return []
     return [
         "",
-        "# The agent asks for temperature 0. Such turns cannot be trained on, so rollouts use temperature 1. To change that, set:",
+        "# The agent asks for temperature 0. Turns sampled at 0 cannot be trained on, so rollouts use temperature 1. To change that, set:",
         "# [sampling]",
         "# temperature = 0.6",
     ]
@@ -170,7 +173,7 @@ def _signals(calls: Sequence[LoggedCall]) -> list[str]:
     lines = []
     if headers:
         lines += [
-            "# Headers that may identify the conversation. Keep those whose value is the same in all calls of a conversation.",
+            "# Headers that may identify the conversation. Keep only those with a separate value for each conversation.",
             f"thread = {_value([f'header:{name}' for name in headers])}",
         ]
     if others:
@@ -182,7 +185,7 @@ def _signals(calls: Sequence[LoggedCall]) -> list[str]:
 
 
 def _steps(tools: Sequence[Tool], shell: ShellTool | None) -> list[str]:
-    """Write the [[check]] steps for `turngate agents check`. They do the whole task if the agent has a shell tool."""
+    """Return the lines with the [[check]] steps for `turngate agents check`. With a shell tool, the steps do the whole task."""
     names = ", ".join(_key(tool.name) for tool in tools)
     offered = ["", f"# Tools that the agent offered: {names or 'none'}"]
     if shell is None:

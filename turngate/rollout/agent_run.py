@@ -77,7 +77,7 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
 def explain_unstarted(report: TrainingReport | None, exit_code: int | None, backend: Backend) -> TrainingReport | None:
     """Return the report, with a different reason and fix if the exit code suggests that a program could not be started.
 
-    Exit codes 126 and 127 usually mean this. With any other exit code, or if anything can be trained, the report stays unchanged.
+    Exit codes 126 and 127 usually mean this. With any other exit code, or if the amount is not "none", the report stays unchanged.
     """
     if report is None or report.amount != "none" or exit_code not in (_NOT_EXECUTABLE, _NOT_FOUND):
         return report

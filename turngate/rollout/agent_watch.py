@@ -63,7 +63,10 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Marks:
-    """Marks each URL and key with its variable's name, or with `COMMAND`. `wrap` collects the marks in requests, and removes them."""
+    """Adds a mark to each URL and key: the name of the environment variable that contains it, or `COMMAND`.
+
+    An application that `wrap` returns records the marks in requests, and removes them.
+    """
 
     def __init__(self, key: str = "") -> None:
         self.key = key

@@ -54,7 +54,7 @@ class AttemptRunner:
         self._health = BatchHealth(plan, gateway, executor, results)
 
     async def run(self, item: RolloutItem, take_slot: Callable[[], Slot]) -> None:
-        """Run one attempt and write its result to the ledger, unless the task is invalid or the disk is full.
+        """Run one attempt, and write its result to the ledger. Do not run it if the task is invalid or the disk is full.
 
         `take_slot` is called just before the attempt starts.
         """
@@ -109,7 +109,14 @@ class AttemptRunner:
         except Exception as error:
             # A bug in an executor fails only this attempt, not the batch.
             log.exception("unexpected error in rollout %s, attempt %d", item.id, started.attempt)
-            return fail_attempt(order, Fault("clean", "gateway", f"unexpected error in Turngate: {error!r}"))
+            return fail_attempt(
+                order,
+                Fault(
+                    "clean",
+                    "gateway",
+                    f"unexpected error in Turngate: {error!r}; report it with the traceback in the log",
+                ),
+            )
         finally:
             slot.leave()
 

@@ -210,7 +210,7 @@ class Batch:
         )
 
     async def _claim_folder(self, ledger: Ledger) -> None:
-        """Start the batch if the folder contains none yet. Otherwise, check that the folder contains this batch."""
+        """Write the batch's header to the ledger if the ledger is empty. Otherwise, check that the ledger belongs to this batch."""
         tasks = await asyncio.to_thread(self._plan.digests)
         terms, header = self._plan.terms(), ledger.state.head
         if header is None:

@@ -1,6 +1,6 @@
 """Run a batch with the scripted engine, which replays the reference solution in every second rollout of each group.
 
-The rewards within a group of two or more therefore differ, so its advantages are not zero. This makes it possible to
+The rewards within a group of two or more therefore normally differ, which gives nonzero advantages. This makes it possible to
 try a trainer without a model.
 """
 
@@ -70,7 +70,7 @@ def mark_replay(plan: BatchPlan) -> BatchPlan:
 
 
 def play_references(plan: BatchPlan, config: ServeConfig) -> BatchReplay:
-    """Plan the replay of the tasks' reference solutions. Raise `ConfigError` if a task or the agent does not support it."""
+    """Plan the replay of the tasks' reference solutions. Raise `ConfigError` if a solution cannot be replayed."""
     replays = {}
     for task in plan.tasks:
         try:

@@ -26,11 +26,11 @@ _ERROR_FRAME = '{"type":"error"'
 
 
 class LoggedCall(msgspec.Struct, kw_only=True):
-    """One request to the gateway. For a model call, the request's model, tools and sampling settings are logged, too."""
+    """One request to the gateway. If a dialect can decode it, its model, tools and sampling settings are logged, too."""
 
     method: str
     path: str
-    dialect: str = ""  # empty if it is not a model call
+    dialect: str = ""  # empty if no dialect serves the path
     samples: bool = False  # whether it asks the model to sample: false for token counts and warm-up events
     model: str = ""
     tools: tuple[Tool, ...] = ()
@@ -131,7 +131,7 @@ class CallLog:
 
 
 def _describe(call: LoggedCall, scope: Scope, body: bytes) -> None:
-    """Fill in the fields of a model call. If its body is invalid, only `dialect` and `samples` are set. The gateway refuses such a call."""
+    """Fill in the fields of a call to a dialect's route. If its body is invalid, only `dialect` and `samples` are set."""
     match = _ROUTES.match(scope["path"])
     if match is None:
         return
@@ -152,7 +152,7 @@ def _decode(match: RouteMatch, scope: Scope, body: bytes) -> Call | None:
 
 
 class _AnyReplies:
-    """Returns an empty reply for any id, so that calls that refer to earlier replies can be decoded."""
+    """Returns an empty reply or message for any id, so that calls that refer to earlier replies can be decoded."""
 
     def find(self, reply_id: str) -> EarlierReply:
         return EarlierReply(ResponsesHistory(()), ())

@@ -116,7 +116,7 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
     for name in names[:_MAX_FILES]:
         inside = _relative_to_home(name, sandbox.home)
         if inside is None:
-            missing.append(f"home: {name!r} is outside the home folder")
+            missing.append(f"home: skipped {name!r}, because it is outside the home folder")
             continue
         try:
             data = await sandbox.read(name, limit=min(_MAX_FILE_BYTES, remaining))

@@ -120,7 +120,7 @@ class Slot:
         self._set_state(None)
 
     def _release_sandbox(self) -> None:
-        """Let another rollout create a sandbox. This rollout's sandbox has already been removed."""
+        """Let another rollout create a sandbox."""
         if self._has_sandbox:
             self._has_sandbox = False
             self._concurrency.sandboxes.release()

@@ -13,7 +13,7 @@ _EVERY_S = 30.0  # pause between checks, since a feed may be opened while the ba
 
 
 class FeedSizeCheck:
-    """Adds a note to the batch for each feed that accepts its groups but expects a different size."""
+    """Adds a note to the batch for each feed that accepts the batch's groups but expects a different group size."""
 
     def __init__(self, plan: BatchPlan, gateway: GatewayClient, note: Callable[[str], None]) -> None:
         self._plan = plan
@@ -28,7 +28,7 @@ class FeedSizeCheck:
             await asyncio.sleep(_EVERY_S)
 
     async def check(self, batch: str) -> None:
-        """Add a note for each feed that accepts groups of this batch but expects a different size. A feed gets at most one note."""
+        """Add a note for each feed that accepts groups of this batch but expects a different group size. A feed gets at most one note."""
         try:
             feeds = await self._gateway.feeds()
         except TurngateError:  # other requests report a gateway that does not respond

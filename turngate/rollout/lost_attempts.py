@@ -25,9 +25,10 @@ async def supersede_after_lease(
     session: str,
     note: Callable[[str], None] = lambda text: None,
 ) -> SupersededAttempt[SessionOutcome]:
-    """Supersede an attempt as soon as its session was shipped or its cell's lease has ended, unless it already has an outcome.
+    """Supersede an attempt, unless it has an outcome. Return the attempt, and its outcome if it has one.
 
-    If neither is the case yet, `note` is called once.
+    If the attempt may still be running on a cell, first wait until the cell has shipped the session to the shared store or the cell's lease
+    has ended. `note` is called once if this call has to wait.
     """
     is_noted = False
     while True:
@@ -46,7 +47,7 @@ class LostAttempts:
     """Settles the lost attempts of one batch.
 
     A lost attempt may still be running on a machine that cannot be reached. Unless the gateway already has its outcome, the attempt is
-    superseded there, so that its rollout is never trained on twice, even if that machine comes back.
+    superseded at the gateway, so that its rollout is never trained on twice, even if that machine comes back.
     """
 
     def __init__(self, gateway: GatewayClient, results: BatchResults, stop: StopSignal) -> None:

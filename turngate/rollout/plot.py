@@ -63,7 +63,6 @@ def _build_pass_at(summary: Summary) -> Panel:
 
 
 def _build_histogram(title: str, values: Sequence[int], color: str) -> Panel:
-    """Build a histogram of `values`, which contains one value for each rollout."""
     if not values:
         return Panel(title, ())
     low, high = min(values), max(values)
@@ -128,7 +127,6 @@ def render_svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
 
 
 def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) -> str:
-    """Return the SVG elements of a panel with horizontal bars."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
         parts.append(_render_text(x, y + 30, panel.note or "no data", color=_MUTED, size=11))

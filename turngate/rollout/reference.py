@@ -77,7 +77,7 @@ class ReferenceReplay:
             self._scenes[:] = [self.write_scene(workdir)]
 
     def write_scene(self, workdir: str, *, solves: bool = True) -> Scene:
-        """Return the replies for a sandbox with this working folder. If `solves` is false, the replies only run `ls`."""
+        """Return the replies for a sandbox with this working folder. If `solves` is false, they run `ls` instead of the solution."""
         shell = self._agent.shell_call
         assert shell is not None, "an agent without [shell_call] has no replay"
         call = CheckCall(tool=shell.tool, arguments=shell.arguments)

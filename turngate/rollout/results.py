@@ -59,7 +59,7 @@ class BatchResults:
         self._on_finished = on_finished
         self._ledger: Ledger | None = None
         self._invalid: Counter[str] = Counter()  # number of rollouts that found the task invalid, by task
-        self._noted: set[str] = set()  # warnings that have been reported since the batch started
+        self._noted: set[str] = set()  # warnings that have been reported in this run
         self._valid: set[str] = set()  # tasks with a graded rollout, which are therefore valid
 
     async def open(self) -> Ledger:
@@ -134,7 +134,7 @@ class BatchResults:
     # ── finished rollouts ───────────────────────────────────────────────────────────────────────────────────────
 
     async def finish(self, finished: FinishedRollout) -> None:
-        """Write a finished rollout to the ledger, count it, and report its new warnings, up to `_MAX_WARNINGS` per batch."""
+        """Write a finished rollout to the ledger, count it, and report its new warnings, up to `_MAX_WARNINGS` per run."""
         await self.ledger.add(finished)
         self.count(finished)
         for warning in finished.warnings:

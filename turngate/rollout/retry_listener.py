@@ -28,7 +28,7 @@ _ENDING = RetryReply(None, "the batch is ending; run it again with the same fold
 class RetryListener:
     """Handles the retry requests of one batch.
 
-    A finished rollout runs again if its class is in `_RETRYABLE` and the request names its last attempt.
+    A finished rollout can run again if its class is in `_RETRYABLE` and the request names its last attempt.
     """
 
     def __init__(

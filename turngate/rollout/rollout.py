@@ -162,7 +162,9 @@ class Rollout:
 
     def fail(self, error: Exception) -> None:
         """Record an unexpected exception as a fault of Turngate. This overrides any earlier classification."""
-        fault = Fault("clean", "gateway", f"unexpected error in Turngate: {error!r}")
+        fault = Fault(
+            "clean", "gateway", f"unexpected error in Turngate: {error!r}; report it with the traceback in the log"
+        )
         self._ending.fault, self._ending.cancelled = fault, False
         self._update_outcome()
 

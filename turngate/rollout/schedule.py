@@ -86,7 +86,7 @@ class Schedule:
         await self.notify()
 
     async def _wait_for_throttle(self, number: int) -> None:
-        """Wait until the throttle allows a group to start. Earlier groups that no trainer will ever see are not counted."""
+        """Wait until the throttle allows group `number` to start. Earlier groups that no trainer will see are subtracted from it."""
         closer = self._closer
         while True:
             closer.empty_group_added.clear()

@@ -59,7 +59,10 @@ class AgentSession:
         self._is_ending = False  # whether this runner is ending the session
 
     async def open(self, config: dict[str, Json], traceparent: str) -> None:
-        """Open the session. Its id is already known, so it can be ended even if this call is cancelled before the gateway replies."""
+        """Open the session.
+
+        The session's id is already known, so the session can be ended even if this call is cancelled before the gateway replies.
+        """
         opened = await self._gateway.open(config, self.id, traceparent)
         self.id, self.key = opened.id, opened.key
         self._progress.session = opened.id
@@ -74,7 +77,7 @@ class AgentSession:
             following.cancel()
             await asyncio.wait([following])
             if not following.cancelled() and (error := following.exception()) is not None:
-                self._note(f"stopped following the session's events: {error!r}")
+                self._note(f"the session's events could not be followed to the end: {error!r}")
 
     async def _follow(self) -> None:
         """Count turns and sampled tokens, and detect the end of the session."""

@@ -96,7 +96,6 @@ def _compare_subagents(
 
 
 def _group_conversations(recorded: Sequence[DeliveredTurn], role: str) -> list[list[TranscriptTurn]]:
-    """Return the turns with a given role, grouped by conversation."""
     conversations: dict[str, list[TranscriptTurn]] = {}
     for turn in recorded:
         if turn.role == role:

@@ -114,8 +114,8 @@ def unpack(
     link target is too long or too deep. At most `MAX_NAMED` skipped entries are named; the others are only counted.
 
     Raise `SandboxTooLarge` if the content exceeds `limit` bytes or `MAX_ENTRIES` entries, or if a header is not supported. Raise
-    `SandboxError` if the stream is malformed, after a file-system error, after `timeout_s`, or when `is_cancelled`, which is polled,
-    returns true.
+    `SandboxError` if the stream is malformed, after a file-system error, after `timeout_s` seconds, or when `is_cancelled`, which is
+    polled, returns true.
     """
     deadline = time.monotonic() + timeout_s
 

@@ -197,7 +197,7 @@ class Backend(Protocol):
         """The arguments with which another machine can create the same backend. They contain no secrets and no paths of this machine."""
 
     async def check(self) -> None:
-        """Raise `SandboxUnavailable` if sandboxes of this kind cannot be created. The message contains the cause and a fix."""
+        """Raise `SandboxUnavailable` if sandboxes of this kind cannot be created. The message gives the cause and, if possible, a fix."""
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
         """List the parts of a spec that this backend cannot enforce."""

@@ -1,10 +1,10 @@
 """The `bubblewrap` sandbox: the host's programs, read-only, in separate namespaces. It needs no image, no daemon and no root privileges.
 
 It contains the host's /usr and folders such as /bin and /lib, a few harmless files from /etc, an empty home, a working folder, a private
-/tmp and the mounts. If /usr has no Python, it also contains Turngate's. No other files of the host are visible. The sandbox sees none of
-the host's processes, and no network except a private loopback. Process 1 is a supervisor. All commands and background jobs run under it,
-so they share /tmp, the loopback and the view of processes. A system call filter (`seccomp.py`) blocks the kernel's keyrings and VSOCK,
-which namespaces do not isolate.
+/tmp and the mounts. If /usr has no Python, the sandbox also contains the Python that runs Turngate. No other files of the host are
+visible. The sandbox sees none of the host's processes, and no network except a private loopback. Process 1 is a supervisor. All commands
+and background jobs run under it, so they share /tmp, the loopback and the view of processes. A system call filter (`seccomp.py`) blocks
+the kernel's keyrings and VSOCK, which namespaces do not isolate.
 
 The sandbox shares the host's kernel. `not_enforced` lists what cannot be enforced. With `network="open"`, the sandbox uses the
 host's network, including its loopback.
@@ -143,7 +143,7 @@ class BubblewrapBackend:
     async def _find_server(self, spec: SandboxSpec) -> WarmStart | None:
         """Return a fork server for the sandbox, or None if the sandbox must start without one.
 
-        A fork server cannot enter the host's network. It can enter a sandbox only if the sandbox's user namespace is below its own.
+        A fork server cannot enter the host's network. It can enter a sandbox only if the sandbox's user namespace is below the server's.
         """
         preload = spec.preload
         if preload is None:

@@ -2,7 +2,7 @@
 
 This module uses the kernel's control groups, version 1 or 2. The groups of a sandbox are named after it. Creating groups requires root or a
 delegated subtree. `enforceable_limits` returns the limits that can be enforced on this machine. The backends' `not_enforced` lists the
-requested limits that cannot.
+requested limits that cannot be enforced.
 """
 
 from __future__ import annotations

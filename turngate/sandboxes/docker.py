@@ -212,7 +212,7 @@ class DockerSandbox(PosixSandbox):
         return result
 
     async def _explain_end(self) -> SandboxError:
-        """Return the error for a container that has ended. Docker's events show whether it was stopped from outside."""
+        """Return the error for a container that has ended. Docker's events show whether it was stopped from outside the sandbox."""
         if self._stopped or self._killed:
             return SandboxGone("the sandbox has ended")
         when = ("--since", f"{self._started_at:.0f}", "--until", f"{time.time() + 1:.0f}")
@@ -220,9 +220,13 @@ class DockerSandbox(PosixSandbox):
         events = {line.strip() for line in output.splitlines()}
         # "destroy" says nothing: Docker removes the container whenever it ends, because of --rm.
         if events & {"kill", "stop"}:
-            return SandboxError("the sandbox's container was stopped from outside")
+            return SandboxError(
+                "the sandbox's container was stopped from outside the sandbox, for example with `docker stop`"
+            )
         if "die" in events:
-            return SandboxGone("the sandbox's container ended, and was not stopped from outside")
+            return SandboxGone(
+                "the sandbox's container has ended, although it was not stopped from outside the sandbox"
+            )
         return SandboxError("the sandbox's container has ended, and Docker's events do not show why")
 
     async def kill(self) -> None:

@@ -41,7 +41,7 @@ OUTPUT_MARKER = "--- turngate"  # E2B runs a login shell, whose profile may prin
 
 
 class ProcessNotFound(SandboxError):
-    """The process has ended, so it no longer exists in the E2B sandbox."""
+    """E2B reports that something other than a file or a sandbox does not exist, usually a process that has ended."""
 
 
 class E2BBackend:
@@ -157,7 +157,7 @@ class E2BConnection:
     async def _wait_for_exit(self, handle: AsyncCommandHandle[None]) -> None:
         """Follow a command's output stream to its end, and reconnect if the stream breaks.
 
-        Raise `RequestLost` if reconnecting fails for longer than `patience_s`.
+        Raise `RequestLost` if reconnecting fails for longer than `patience_s` seconds.
         """
         e2b = _import_sdk()
         pid, lost_at = handle.pid, 0.0

@@ -58,7 +58,7 @@ async def connect_sandbox(
     node: str = "",
     give_up_s: float = relay.GIVE_UP_S,
 ) -> AsyncIterator[str]:
-    """Keep the sandbox connected while the block runs, and yield the URL at which the agent can reach the gateway.
+    """Keep the sandbox connected to the gateway while the block runs, and yield the URL at which the agent can reach the gateway.
 
     If no interpreter for the relay is on the sandbox's PATH, set `python` or `node` to an interpreter's path. While the gateway cannot be
     reached, a call is retried for up to `give_up_s` seconds.

@@ -465,7 +465,7 @@ async def pass_reply(request: HttpRequest, reply: HttpReply, reader: StreamReade
 
 
 async def pass_socket(reply: HttpReply, reader: StreamReader, upstream: StreamWriter, client: ClientConnection) -> bool:
-    """Forward the bytes of an accepted WebSocket in both directions until one side closes it."""
+    """Forward the bytes of an accepted WebSocket both ways until one side closes it. Return False: the connection cannot be reused."""
     headers = [f"{name}: {value}" for name, value in reply.headers if name not in HOP_BY_HOP]
     client.writer.write(encode_head([f"HTTP/1.1 101 {reply.reason}", *headers, *UPGRADE]))
     await run_until_first(client.pass_all(upstream), pass_bytes(reader, client.writer, None))
@@ -571,7 +571,7 @@ def write_atomically(path: str, text: str) -> None:
 
 
 async def report_reached(port: int, path: Optional[str]) -> None:
-    """If `path` is set, write "reached" to that file if the gateway answers through this relay, or else why it does not."""
+    """Write "reached", or why the gateway does not answer through this relay, to the file `path`. Do nothing if `path` is None."""
     if not path:
         return
     try:
@@ -587,7 +587,7 @@ async def report_reached(port: int, path: Optional[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Forward HTTP requests to the gateway whose address is in a file.")
-    parser.add_argument("--target", help="the file that contains the target: unix:/path, http://… or https://…")
+    parser.add_argument("--target", help="the file with the gateway's address: unix:/path, http://… or https://…")
     parser.add_argument("--port", type=int, default=0, help="the port to listen on; 0 (the default) chooses a free one")
     parser.add_argument("--port-file", help="the file to write the port to once it is open")
     parser.add_argument("--reached-file", help="where to write 'reached', or why the gateway does not answer")

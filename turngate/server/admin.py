@@ -122,7 +122,7 @@ class DeletedSession(msgspec.Struct, frozen=True):
 
 
 class OutcomeReply(msgspec.Struct, frozen=True):
-    """The reply to recording an outcome. `excluded` says why the outcome is not counted, or is empty if it is counted."""
+    """The reply to a request that records an outcome. `excluded` says why the outcome is not counted, or is empty if it is counted."""
 
     id: str
     outcome: RecordedOutcome
@@ -218,7 +218,7 @@ class AdminRoutes:
         return json_response(await self._directory.describe_ended(session))
 
     async def cancel(self, request: Request) -> JsonReply[Description]:
-        """End a session, and mark it as cancelled."""
+        """End an open session, and mark it as cancelled."""
         session = await self._sessions.cancel(request.path_params["id"])
         return json_response(await self._directory.describe_ended(session))
 
@@ -259,7 +259,7 @@ class AdminRoutes:
         session_id = request.path_params.get("id", "")
         if session_id and not self._sessions.knows(session_id):
             raise NotFound(
-                f"unknown session {redact_known(session_id)!r}; no session has this id, and there are no events for it"
+                f"unknown session {redact_known(session_id)!r}: there is no session with this id, and no event for it; check the id"
             )
         return EventStreamReply(
             self._stream_events(session_id, read_cursor(request, query.after), query.wait),

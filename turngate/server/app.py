@@ -120,7 +120,7 @@ class Gateway(ProjectGateway):
     def _choose_engine(self, engine: Engine | None, relay: Relay | None) -> tuple[Engine | None, Relay | None]:
         """Return the given engine or relay, or else the configured one.
 
-        A gateway on the shared store serves no calls. It needs only a pool, to load weights into the engines.
+        A gateway on the shared store serves no calls. It uses no engine except a pool, into which it loads weights.
         """
         if engine is not None or relay is not None:
             return engine, relay
@@ -196,7 +196,7 @@ class Gateway(ProjectGateway):
         return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines, calls)
 
     def create_engine_changes(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
-        """Create the object that changes the engines of `group` or, on the shared store, of all cells.
+        """Create the object that adds, drains and removes engines: those of `group` or, on the shared store, those of all cells.
 
         In a cell, the returned object refuses all changes.
         """
@@ -246,7 +246,7 @@ class Gateway(ProjectGateway):
                 project.limit_context(min(limits))
 
     async def end_requests(self) -> None:
-        """End event streams and polls, and abort model calls, in all projects. Called before the gateway stops."""
+        """End event streams and long polls, and abort model calls, in all projects. Called before the gateway stops."""
         await super().end_requests()
         for project in self.hosted:
             await project.end_requests()

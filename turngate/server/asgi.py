@@ -128,7 +128,7 @@ class DisconnectWatch(HangUp):
 
 
 class EventStream:
-    """A response of server-sent events. It sends a keep-alive after `alive_s` seconds of silence, even before the first data."""
+    """A response that streams server-sent events. It sends a keep-alive after `alive_s` seconds of silence, even before the first data."""
 
     def __init__(
         self,

@@ -209,7 +209,7 @@ class Auth:
             )
 
     def _require_access(self, key: str, session_id: str) -> None:
-        """Require a key for the model calls of the session that the path names."""
+        """Raise an error unless the key grants access to the model calls of this session."""
         if not self.is_admin(key) and not self._sessions.is_secret_of(key, session_id):
             found = self.find_key(key)
             if found is None:

@@ -37,9 +37,8 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TakeOverQuery(msgspec.Struct, frozen=True):
     """Query parameters: the position in the trainer's checkpoint, if there is one.
 
-    If the store was restored from a backup, the position is checked.
-
-    `after` is the number of the last delivery that the checkpoint includes, and `mark` is the feed's `mark` (see `FeedView`).
+    `after` is the number of the last delivery that the checkpoint includes, and `mark` is the feed's `mark` (see `FeedView`). If the store
+    was restored from a backup, a position that may no longer refer to the same deliveries is rejected.
     """
 
     after: Whole | None = None

@@ -60,7 +60,7 @@ class GateRoutes:
         return json_response(self._gate.queue_status())
 
     async def take(self, request: Request, body: TakeCalls) -> MsgpackReply[LeasedCalls]:
-        """Take waiting calls, to answer them."""
+        """Take calls that are waiting for an answer."""
         calls: list[GateCall] = []
         if self._gate.closed:
             raise Stopping("the gateway is stopping; retry in a moment")

@@ -66,7 +66,7 @@ class HostToolRoutes:
         )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, name: str, session_id: str | None) -> None:
-        """Call a host tool. Return the host's reply, or the tool's own reply if the host is not asked or does not reply in time."""
+        """Call a host tool. Return the host's reply or, if the host sends none in time, the tool's default reply."""
         try:
             headers = parse_headers(scope)
             session = await self._auth.session(_chat.read_key(headers, {}), session_id)

@@ -145,9 +145,9 @@ class HostedProjects:
     def choose(self, scope: Scope) -> str | None:
         """Return the name of the project that a request belongs to, or None for the project `default`.
 
-        The session secret, API key or login cookie in the request decides. With the admin key, the caller may name a project in a header.
-        Raise an error if that project does not exist. If none of these identifies a project, return None. The request is authenticated
-        later, by the project's own gateway.
+        The session secret, API key or login cookie in the request decides. With the admin key, the caller may name a project in a header;
+        an error is raised if that project does not exist. A request that identifies no project belongs to `default`. The request is
+        authenticated later, by the project's own gateway.
         """
         ring = self._host.projects.ring
         named, keys = "", []

@@ -66,7 +66,7 @@ def build_document(operations: Sequence[Operation]) -> dict[str, Json]:
 
 
 class _Schemas:
-    """The JSON Schemas of the types of the operations' bodies, replies and errors."""
+    """The JSON Schemas of the operations' bodies, replies and errors."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         used = [kind for one in operations for kind in (one.body, one.reply, _error_type(one)) if kind is not None]

@@ -55,7 +55,7 @@ class CreatedReply(JsonReply[T]):
 
 
 class EventStreamReply(StreamingResponse):
-    """A response of server-sent events."""
+    """A response that streams server-sent events."""
 
     media_type = "text/event-stream"
 

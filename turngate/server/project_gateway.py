@@ -369,7 +369,7 @@ class ProjectGateway:
             await asyncio.to_thread(reader.close)
 
     async def end_requests(self) -> None:
-        """End event streams and abort model calls. The tokens sampled so far are recorded.
+        """End event streams and long polls, and abort model calls. The tokens sampled so far are recorded.
 
         Called before the gateway stops, and after the project has been deleted.
         """

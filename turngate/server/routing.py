@@ -64,7 +64,7 @@ class DialectRoutes:
 
     @property
     def operations(self) -> list[Operation]:
-        """The model calls as operations, both with and without the session in the path."""
+        """An operation for each model-call route, with and without a session in the path."""
         return [_describe_call(base, dialect, route) for base in _BASES for dialect, route in self._routes]
 
     def match(self, path: str) -> RouteMatch | None:

@@ -167,9 +167,9 @@ class GatewayWebSocket(WebSocketsSansIOProtocol):
 
 
 def answer_when_stopping(app: App) -> App:
-    """Wrap an application so that requests cancelled by a shutdown are answered in the client's dialect.
+    """Wrap an application so that an HTTP request that a shutdown cancels is answered in the client's dialect.
 
-    Without this, uvicorn would respond with a bare status 500.
+    Without this, uvicorn would respond with a bare status 500. A response that has already started is aborted.
     """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:

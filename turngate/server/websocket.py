@@ -1,10 +1,10 @@
 """Model calls over a WebSocket: each event from the client is one call, served like a call over HTTP.
 
-    upgrade → accept → per event: find the session → decode → run the turn → frames → …
+    upgrade → accept → per event: find the session → decode → run the turn → frames
 
 Calls with the same `stream_id` form a lane. The calls of one lane are served one after another; different lanes are served at the same
-time. When the client disconnects, its running calls are aborted and recorded, and its waiting calls are dropped. The latest reply of each
-lane can be continued on the same connection even if the reply is not stored.
+time. When the client disconnects, its running calls are aborted and recorded, and its waiting calls are dropped. Unless it is too large,
+the latest reply of each lane can be continued on the same connection even if the reply is not stored.
 """
 
 from __future__ import annotations

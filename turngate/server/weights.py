@@ -39,9 +39,9 @@ class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/fence/resume`.
 
-    `version` is the policy version at which calls resume; `null` keeps the current version. `model` is the name under which the engine
-    serves a new version, or an empty string for the engine's own model. If the current version is served under a model name, a new version
-    must set `model`; otherwise, `null` also means the engine's own model.
+    `version` is the policy version at which calls resume; `null` keeps the current version. For a new version, `model` is the name under
+    which the engine serves it, or an empty string for the engine's own model. `null` also means the engine's own model, but is rejected if
+    the current version has a model name.
     """
 
     version: Version | None = None

@@ -78,7 +78,7 @@ class Agents:
             raise wrong(f"{param}: {error.message}", param=param) from None
 
     async def install(self, spec: AgentSpec) -> Installation:
-        """Install an agent once, even if several rollouts are waiting for it. Cancelling a rollout does not stop the installation."""
+        """Install an agent unless it is already installed. Rollouts share one installation, so cancelling a rollout does not stop it."""
         task = self._installing.get(spec.name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._installing[spec.name] = asyncio.create_task(self._install(spec))

@@ -21,9 +21,9 @@ _SKIPPED = {".git", "__pycache__", "node_modules", ".venv"}
 
 
 def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dict[str, str]:
-    """Read a working folder as text. Files that differ from those in `initial_files` come first.
+    """Read the files of a working folder as text, by path. Files that differ from those in `initial_files` come first.
 
-    Leave out binary and unreadable files, and what exceeds the limits of `truncator`. Its notes say what is left out.
+    Omit binary and unreadable files, and text beyond the limits of `truncator`. The notes of `truncator` list the omissions.
     """
     clamp = truncator.clamp
     paths, unnamed, more = _find_files(folder)

@@ -135,7 +135,7 @@ async def open_cluster_batch(
     timeout_s: float | None = None,
     note: Callable[[str], None] = lambda text: log.info("%s", text),
 ) -> AsyncIterator[ClusterBatch]:
-    """Open a batch of n rollouts of each task: start a gateway on the shared store, and a cell on each node with room.
+    """Open a batch of n rollouts of each task: start a gateway on the shared store, and a cell on each node with room for rollouts.
 
     `request` contains the settings that all rollouts share; its `task`, `group`, `agent_timeout_s` and `endpoint_url` are not used. The
     batch's ledger is written to `folder`.
@@ -163,7 +163,7 @@ def _choose_endpoint(config: ServiceConfig, request: TaskRolloutRequest) -> Endp
     if choice.endpoint.scheme == "gateway":
         raise BadRequest(
             "model must not be a gateway:// endpoint on a cluster, because each node has its own gateway; pass the endpoint "
-            "behind it, such as vllm://MODEL@URL",
+            "that the gateway calls, such as vllm://MODEL@URL",
             param="model",
         )
     if choice.mode not in _MODES:

@@ -56,7 +56,7 @@ _FORWARDED_HEADERS = ("content-type", "retry-after", "request-id", "x-request-id
 class Forwarder:
     """Forwards model calls to one endpoint.
 
-    `answered` counts completed generations. `last_error` is set if the latest generation failed.
+    `answered` counts completed generations. `last_error` is the error of the latest generation, or None if it succeeded.
     """
 
     def __init__(self, url: str) -> None:

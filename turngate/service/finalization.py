@@ -90,7 +90,7 @@ class Finalizer:
         return view, await _attempt(active, "the conversation could not be built", build, [])
 
     async def _release(self, active: ActiveRollout) -> None:
-        """Close the rollout's connections. After an abort, first wait until the rollout's inputs are written."""
+        """Wait until the rollout's inputs are written, which an abort does not interrupt, and close the rollout's connections."""
         writing = active.writing_inputs
         if writing is not None and not writing.done():
             await asyncio.wait([writing])

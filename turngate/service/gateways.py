@@ -87,7 +87,7 @@ class Gateways:
 
     @asynccontextmanager
     async def connect(self, choice: EndpointChoice) -> AsyncIterator[GatewayConnection]:
-        """Connect to the gateway of an endpoint and mode. Start it if necessary. It keeps running at least until the end of the block."""
+        """Connect to the gateway of an endpoint and mode, and start it if necessary. It keeps running at least until the block ends."""
         name = choice.gateway_name
         if (gateway := self._running.get(name)) is not None and gateway.choice != choice:
             raise BadRequest(

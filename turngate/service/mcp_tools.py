@@ -54,7 +54,7 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "reason": "Why the rollout is aborted. The result includes this text.",
     "status": "Return only rollouts with this status: queued, running, done (any rollout that has ended), finished, failed, timed out, "
     "limit, cancelled or error.",
-    "logprobs": "Whether to include the turns' log-probabilities. Without them, the answer uses less of a model's context.",
+    "logprobs": "Whether to include the turns' log-probabilities. Without them, the answer is shorter.",
     "before": "For the next page: the id of the last rollout of the previous answer.",
 }
 
@@ -294,7 +294,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="subscribe_events",
             title="Read the events of a rollout",
-            description="Return the events after a cursor, each exactly once. If there are none, wait up to wait_s seconds for one.",
+            description="Return the events after a cursor, oldest first. If there are none, wait up to wait_s seconds for one.",
             arguments=(SubscribeEvents,),
             result=EventPage,
             call=_events,

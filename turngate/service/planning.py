@@ -94,11 +94,14 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
             target.write_text(request.test_script, encoding="utf-8")
             target.chmod(0o755)
     except OSError as error:
-        raise StoreError(f"the uploaded files or the test script cannot be written: {error.strerror}") from None
+        raise StoreError(
+            f"the uploaded files or the test script cannot be written ({error.strerror}); check the disk and the permissions of the "
+            "service's data folder"
+        ) from None
 
 
 def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
-    """Return the folder with the files that the agent started with, or None if the agent started with a whole repository.
+    """Return the folder with the files that the agent started with, or None for a SWE task, which starts with a whole repository.
 
     If the request contains no files, the folder does not exist.
     """

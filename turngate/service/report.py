@@ -32,8 +32,8 @@ def build_result(
     """Build the full result of a rollout that has ended, with large fields truncated.
 
     `outcome` is None if the rollout did not run or its outcome was lost. `folder` contains the agent's files, and `initial_files` the files
-    that the agent started with. If the agent started with a whole repository, `initial_files` is None, and the result does not contain the
-    working folder.
+    that the agent started with. For a SWE task, which starts with a whole repository, `initial_files` is None, and the result does not
+    contain the working folder.
     """
     truncator = Truncator(clamp)
     turns = build_turns(view, truncator) if view is not None else []
@@ -50,7 +50,7 @@ def build_result(
 
 
 def build_minimal_result(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> RolloutResult:
-    """Build a result from the state, the outcome and the notes only, so that it works even if `build_result` fails."""
+    """Build a result from the state, the outcome and the notes only, which works even if `build_result` fails."""
     result = RolloutResult(
         rollout_id=state.rollout_id,
         task_id=state.task_id,

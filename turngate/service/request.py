@@ -274,7 +274,8 @@ def _normalize_path(name: str, where: str) -> str:
     _encode(name, where, "upload_files")
     if any(len(part.encode()) > 255 for part in path.parts):
         raise BadRequest(
-            f"{where} has a path component longer than 255 bytes, which file systems reject", param="upload_files"
+            f"{where} has a path component longer than 255 bytes, which file systems reject; shorten it",
+            param="upload_files",
         )
     if path.parts[0] == ".turngate":
         raise BadRequest(f"{where} uses the reserved name .turngate; choose a different path", param="upload_files")
@@ -302,5 +303,8 @@ def _check_size(content: str | Base64File, where: str) -> int:
         raise BadRequest(f"{where} is too large; the limit is {MAX_FILE:,} bytes per file", param="upload_files")
     padding = 2 if text.endswith("==") else 1 if text.endswith("=") else 0
     if len(text) % 4 or not text.isascii() or text.encode().translate(None, _BASE64) != b"=" * padding:
-        raise BadRequest(f"{where} is not valid base64", param="upload_files")
+        raise BadRequest(
+            f"{where} is not valid base64; use the standard alphabet, with padding and without line breaks",
+            param="upload_files",
+        )
     return _estimate_size(content) - padding

@@ -1,7 +1,7 @@
 """The JSON that callers receive: states, events, messages and results of rollouts.
 
-Large fields are truncated according to the `[clamp]` settings. `clamped` lists each truncated field with the amount that is missing. An
-unknown reward or log-probability is null, never 0.
+Large fields are truncated according to the `[clamp]` settings. `clamped` describes everything that is left out. An unknown reward
+or log-probability is null, never 0.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         )
 
     async def events(self, rollout: str, after: int = 0, limit: int = 200, wait_s: float = 0) -> EventPage:
-        """Return the events after a cursor, oldest first, each exactly once. If there are none, wait up to `wait_s` seconds for one."""
+        """Return the events after a cursor, oldest first. If there are none, wait up to `wait_s` seconds for one."""
         _check_range("after", after, 0, None)
         _check_range("limit", limit, 1, 1000)
         _check_range("wait_s", wait_s, 0, 600)
@@ -390,7 +390,7 @@ async def _read_conversation(active: ActiveRollout) -> Conversation:
 
 
 def _check_dialect(agent: AgentSpec, choice: EndpointChoice) -> None:
-    """Raise `BadRequest` if the endpoint does not support the agent's dialect. Called only for direct mode, which does not translate."""
+    """Raise `BadRequest` if the endpoint does not support the agent's dialect, because direct mode does not translate between dialects."""
     spoken = choice.endpoint.kind.speaks
     if agent.dialect != "any" and agent.dialect not in spoken:
         raise BadRequest(

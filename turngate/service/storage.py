@@ -49,7 +49,8 @@ class ServiceStorage:
                 self._create_tables()
             except (OSError, sqlite3.Error) as error:
                 raise ConfigError(
-                    f"data folder {folder} cannot be used ({error}); choose a different folder", param="data"
+                    f"data: {folder} cannot be used ({error}); check the disk and the folder's permissions, or choose a different folder",
+                    param="data",
                 ) from None
             self._opened = opened.pop_all()
 
@@ -162,7 +163,9 @@ def _write_atomically(path: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
-        raise StoreError(f"{path} cannot be written: {error.strerror}") from None
+        raise StoreError(
+            f"{path} cannot be written ({error.strerror}); check the disk and the permissions of the service's data folder"
+        ) from None
 
 
 def _read(path: Path, decode: Callable[[bytes], T]) -> T | None:
@@ -171,7 +174,9 @@ def _read(path: Path, decode: Callable[[bytes], T]) -> T | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        raise StoreError(f"{path} cannot be read: {error}") from None
+        raise StoreError(
+            f"{path} cannot be read ({error}); check the disk and the file's permissions, or restore the file from a backup"
+        ) from None
 
 
 @contextmanager
@@ -179,4 +184,6 @@ def _store_errors() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(f"the service's database failed: {error}") from None
+        raise StoreError(
+            f"the service's database failed ({error}); check the disk and the permissions of the service's data folder"
+        ) from None

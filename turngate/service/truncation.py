@@ -6,7 +6,7 @@ from turngate.service.config import Clamp
 
 
 class Truncator:
-    """Truncates text fields. `notes` lists each truncated field with the amount that is missing."""
+    """Truncates text fields. `notes` describes everything that is left out of a result."""
 
     def __init__(self, clamp: Clamp) -> None:
         self.clamp = clamp

@@ -83,7 +83,10 @@ class AttemptTable:
             return [AttemptRow(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM attempts WHERE {where}", values)]
 
     def explain_exclusions(self, keys: Sequence[int]) -> dict[int, str]:
-        """Return why the outcomes of superseded attempts and cancelled sessions do not count, by session key. Omit all other sessions."""
+        """Return why the outcomes of superseded attempts and cancelled sessions do not count, by session key.
+
+        Other sessions are omitted.
+        """
         found: dict[int, str] = {}
         for start in range(0, len(keys), _MAX_VALUES):
             chunk = tuple(keys[start : start + _MAX_VALUES])
@@ -105,7 +108,7 @@ class AttemptTable:
         }
 
     def find_exclusion(self, session: int) -> str:
-        """Return the reason that `explain_exclusions` gives for the session with this key, or an empty string if it gives none."""
+        """Return the reason from `explain_exclusions` for the session with this key, or an empty string."""
         return self.explain_exclusions([session]).get(session, "")
 
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
@@ -120,7 +123,7 @@ class AttemptTable:
         return found
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
-        """Give up an attempt, unless it already has an outcome. Return the attempt, and its outcome if there is one.
+        """Give up an attempt, unless it already has an intact outcome. Return the attempt, and its outcome if there is one.
 
         `session` is the id that was chosen for the attempt's session. An attempt that was never opened is registered with this id. If a
         session with this id was opened without naming its rollout, that session's attempt is superseded too. If the returned attempt is
@@ -210,9 +213,9 @@ def register_attempt(
 
 
 def settle_attempt(db: StoreConnection, session: str, outcome: bytes) -> bool:
-    """Update the state of a session's attempt after its outcome was recorded. Return whether the feeds must process the outcome.
+    """Update the state of a session's attempt after its outcome was recorded.
 
-    They ignore the outcome if the attempt was superseded or the session was cancelled.
+    Return False if feeds must ignore the outcome, because the attempt was superseded or the session was cancelled.
     """
     (status,) = db.execute("SELECT status FROM sessions WHERE id=?", (session,)).fetchone()
     state = outcome_state(decode_outcome(outcome), status)

@@ -107,7 +107,10 @@ class AuditTable:
 
 
 def insert_audit_entry(db: StoreConnection, entry: NewAuditEntry) -> None:
-    """Insert an entry in the transaction that makes the change. The transaction must already hold all other locks that it needs."""
+    """Insert an entry in the transaction of the change that the entry describes.
+
+    The transaction must already hold all other locks that it needs.
+    """
     db.execute(LOCK_AUDIT)
     db.execute(
         "INSERT INTO audit (at, actor, project, action, subject, details) VALUES (?,?,?,?,?,?)",

@@ -61,7 +61,7 @@ def make_float_array(values: Sequence[float]) -> EncodedArray:
 
 
 def _join_array(oid: int, elements: Sequence[bytes]) -> bytes:
-    """Encode elements as an array in PostgreSQL's format. No element may be NULL. `oid` is the oid of the elements' type."""
+    """Build an array from encoded elements. `oid` is the oid of the elements' type."""
     parts = [_array_start(1, 0, oid, len(elements), 1)] * (1 + 2 * len(elements))
     parts[1::2] = map(_length, map(len, elements))
     parts[2::2] = elements
@@ -105,7 +105,7 @@ def encode_value(value: Any) -> tuple[bytes | None, int]:
 
 
 def encode_nodes(session: int, nodes: Sequence[Row], checksums: Sequence[int]) -> Iterator[bytes]:
-    """Encode rows of the nodes table for COPY, a few at a time. `session` is the key of the session.
+    """Encode rows of the nodes table for PostgreSQL's COPY, a few at a time. `session` is the key of the session.
 
     Each row has the columns `NODE_COLUMNS`, with the kind as 1 (sampled) or 0 (context). `checksums` replaces the last column.
     """

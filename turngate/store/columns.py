@@ -22,12 +22,12 @@ def as_number(value: object) -> float:
 
 
 def as_text(value: object) -> str:
-    """Return a stored text, or an empty string if the value is damaged."""
+    """Return stored text, or an empty string if the value is damaged."""
     return value if isinstance(value, str) else ""
 
 
 def as_name(value: object) -> str:
-    """Return a stored id. In a damaged id, unreadable bytes are replaced, so that it can still be shown."""
+    """Return a stored id. In a damaged id, unreadable bytes are replaced, so that the id can still be shown."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

@@ -87,7 +87,7 @@ class EventTable:
     def __init__(
         self, database: Database, on_add: Callable[[StoreConnection, str], None] = lambda db, session: None
     ) -> None:
-        """Use the events table of a database. `add` calls `on_add(db, session)` in the transaction that writes the event."""
+        """`add` calls `on_add(db, session)` in the transaction that writes the event."""
         self._database = database
         self._writing = database.writing
         self._reading = database.reading
@@ -130,8 +130,7 @@ class EventTable:
     def prune(self, before: float) -> Iterator[int]:
         """Remove events older than the time `before`, in short transactions. After each transaction, yield how many events it removed.
 
-        Events of sessions in the outbox are kept. Each transaction starts after the last old event that the previous transaction found. The
-        iteration ends when a transaction finds no old event.
+        Events of sessions that are waiting to be shipped to the shared store are kept.
         """
         after = 0
         while True:
@@ -146,7 +145,7 @@ class EventTable:
     def last_pruned(self) -> int:
         """Return the highest number of an event that `prune` removed, or 0.
 
-        A reader that has not read up to this number has missed events.
+        A reader that has not read up to this number may have missed events.
         """
         with self._reading() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
@@ -154,7 +153,10 @@ class EventTable:
 
 
 def _find_last_old(db: StoreConnection, after: int, before: float) -> int | None:
-    """Return the number of the last event older than the time `before` among the next `_PRUNED` events, or None if there is none."""
+    """Return the number of the last event older than the time `before`, or None if there is none.
+
+    Only the first `_PRUNED` events with numbers above `after` are examined.
+    """
     examined = "SELECT seq, time FROM events WHERE seq>? ORDER BY seq LIMIT ?"
     (last,) = db.execute(
         f"SELECT max(seq) FROM ({examined}) AS examined WHERE time<?", (after, _PRUNED, before)
@@ -163,7 +165,7 @@ def _find_last_old(db: StoreConnection, after: int, before: float) -> int | None
 
 
 def _remove_old(db: StoreConnection, after: int, last: int, before: float) -> int:
-    """Remove the old events with numbers above `after`, up to `last`, except those of sessions in the outbox. Return the number removed."""
+    """Remove old events numbered from `after` + 1 to `last`, except those of sessions in the outbox. Return how many were removed."""
     query = f"DELETE FROM events WHERE seq>? AND seq<=? AND time<? AND {_SHIPPED} RETURNING seq"
     removed = [seq for (seq,) in db.execute(query, (after, last, before)).fetchall()]
     if removed:
@@ -172,7 +174,7 @@ def _remove_old(db: StoreConnection, after: int, last: int, before: float) -> in
 
 
 def _read_event(seq: int, when: object, session: object, kind: object, data: object) -> GatewayEvent:
-    """Build an event from its columns. If they are damaged, the event says so, and other events can still be read."""
+    """Build an event from its columns. If a column is damaged, the event says so, so that other events can still be read."""
     of, at, is_text = as_name(session), as_number(when), isinstance(kind, str)
     if is_text and (of, at) == (session, when) and isinstance(data, bytes | str):
         with suppress(msgspec.DecodeError, UnicodeDecodeError):

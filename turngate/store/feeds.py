@@ -203,9 +203,9 @@ class FeedLog:
     def _fill_earlier(
         self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]
     ) -> None:
-        """Add to a feed the outcomes that were recorded before the feed was opened.
+        """Add outcomes that were recorded before the feed was opened.
 
-        If a group was closed between two of these outcomes, those that were waiting when it was closed become one delivery.
+        If a group was closed between two of these outcomes, the outcomes that were waiting when it was closed become one delivery.
         """
         entries = [
             (at, make_entry(db, key, known_as, outcome))
@@ -255,7 +255,7 @@ class FeedLog:
             db.execute("DELETE FROM feeds WHERE key=?", (feed,))
 
     def add_report(self, feed: int, report: str, result: str, event: NewEvent) -> str | None:
-        """Store the result of a trainer's report, and write the report's event. `report` is the report's id.
+        """Store the result of a trainer's mismatch report, and write the report's event. `report` is the report's id.
 
         Return None if the report is new. If a report with this id is already stored, write nothing and return the stored result. Only the
         latest reports of each feed (`_KEPT_REPORTS`) stay stored.
@@ -298,7 +298,7 @@ class FeedLog:
     def close_group(self, group: str) -> list[tuple[str, int]]:
         """Complete a group with the rollouts that it has. Return the name of each feed that delivers it, and the delivery's number.
 
-        In a feed that is still being filled, the group is numbered later.
+        In a feed that is still being filled, the group becomes a delivery later.
         """
         closed = []
         with self._writing() as db:
@@ -452,9 +452,9 @@ def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
 
 
 def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recorded: float) -> None:
-    """Turn the waiting rollouts of a group into a delivery if the group was closed after the last of them and before its next outcome.
+    """Turn the waiting rollouts of a group into a delivery, if the group was closed after they were recorded and before `recorded`.
 
-    `recorded` is the time of the next outcome.
+    `recorded` is the time of the group's next outcome.
     """
     query = f"SELECT 1 FROM closed_groups WHERE team=? AND closed<? AND {_BEFORE_OPENING} AND closed>={_LAST_WAITING}"
     if group and db.execute(query, (group, recorded, feed.key, feed.key, group)).fetchone() is not None:
@@ -509,7 +509,10 @@ def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:
 
 
 def _read_metadata(db: StoreConnection, session: int) -> tuple[str, str]:
-    """Read the group and the task of a damaged outcome from its session's settings. Both are empty if the settings are damaged too."""
+    """Read the group and the task of a damaged outcome from its session's settings.
+
+    Each is empty if the settings do not contain it or are damaged.
+    """
     row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
     try:
         config: Json = None if row is None else msgspec.json.decode(row[0])

@@ -65,7 +65,7 @@ class Journal:
         self._store.note_stop(session, stop)
 
     def require_writable(self) -> None:
-        """Raise `StoreError` if a write has failed and the store still cannot be written to. Called before each model call."""
+        """Raise `StoreError` if a turn could not be written and the store still cannot be written to."""
         if self._failed:
             self._store.probe()
             self._failed = False
@@ -79,7 +79,9 @@ class Journal:
         except Exception as error:
             # Whatever the error is, every waiting call must fail: a turn that cannot be written is not delivered.
             self._failed = True
-            raise StoreError(f"cannot record the turn ({type(error).__name__}: {error})") from error
+            raise StoreError(
+                f"cannot record the turn: internal error in Turngate ({type(error).__name__}: {error})"
+            ) from error
 
     async def _write_waiting(self) -> None:
         while self._waiting:

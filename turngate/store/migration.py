@@ -36,7 +36,10 @@ def prepare_upgrade(db: sqlite3.Connection, version: int) -> None:
 
 
 def finish_upgrade(db: sqlite3.Connection, version: int) -> None:
-    """Fill the attempts table from the sessions' metadata, and remove cancelled sessions from incomplete groups."""
+    """Fill the attempts table from the sessions' metadata, and remove cancelled sessions from incomplete groups.
+
+    This changes only files from before schema version 6, which introduced attempts.
+    """
     if 0 < version <= BEFORE_ATTEMPTS:
         db.execute("BEGIN IMMEDIATE")
         try:

@@ -52,9 +52,9 @@ class ShippedSession(msgspec.Struct, frozen=True):
 
 
 class ShippingPosition(msgspec.Struct, frozen=True):
-    """Which history of the shared store a cell saw last, and which session the cell shipped last."""
+    """The history of the shared store (`restores.py`) that a cell saw last, and the session that the cell shipped last."""
 
-    history: str | None  # name of its history (`restores.py`); None: the cell has not connected to it yet
+    history: str | None  # its name; None: the cell has not connected to the shared store yet
     last: str | None  # id of the session that the cell shipped last, if the cell still has it
 
 
@@ -69,7 +69,7 @@ class OpenAttempt(msgspec.Struct, frozen=True):
 
 
 class OutboxState(msgspec.Struct, frozen=True):
-    """How many ended sessions are waiting in the outbox, and since when."""
+    """How many ended sessions are waiting to be shipped, and since when."""
 
     unshipped: int = 0
     oldest_due: float | None = None  # when the session that has waited longest was due
@@ -180,7 +180,7 @@ class OutboxTable:
         """Record that sessions were announced to the shared store.
 
         `superseded` contains the ids of the sessions whose attempts are superseded or replaced in the shared store. Supersede these
-        attempts here, too.
+        attempts in this store, too.
         """
         keys = [attempt.key for attempt in attempts]
         with self._writing() as db:
@@ -206,7 +206,7 @@ class OutboxTable:
     # ── after the shared store was restored from a backup ───────────────────────────────────────────────────────
 
     def read_position(self) -> ShippingPosition:
-        """Return which history of the shared store this cell saw last, and which session it shipped last."""
+        """Return the history of the shared store that this cell saw last, and the session that it shipped last."""
         with self._reading() as db:
             found = dict(
                 db.execute("SELECT name, value FROM settings WHERE name IN (?,?)", (_LAST, _HISTORY)).fetchall()
@@ -216,7 +216,7 @@ class OutboxTable:
         return ShippingPosition(found.get(_HISTORY), None if row is None else row[0])
 
     def set_history(self, history: str) -> None:
-        """Record the name of the shared store's current history."""
+        """Record the name of the shared store's current history (`restores.py`)."""
         with self._writing() as db:
             db.execute(_SET, (_HISTORY, history))
 
@@ -304,7 +304,7 @@ class OutboxTable:
             return [session_id for (session_id,) in db.execute(query, (cell,)).fetchall()]
 
     def require_shipped(self, session: int, session_id: str) -> None:
-        """Raise `Conflict` if a session has not been shipped, and make the session due now if it has ended."""
+        """Raise `Conflict` if the latest state of a session has not been shipped. If the session has ended, make it due now."""
         if not self._has_tables:
             return
         with self._reading() as db:

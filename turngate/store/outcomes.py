@@ -44,7 +44,10 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def failure(self) -> str:
-        """The message of a failure that was not the agent's fault, or its kind if it has no message. Empty if there was no such failure."""
+        """The message of a failure that was not the agent's fault, or the kind of failure if there is no message.
+
+        Empty if there was no such failure.
+        """
         return self.message or self.kind if self.kind in NO_REWARD else ""
 
     def event_data(self) -> dict[str, Json]:
@@ -104,8 +107,8 @@ def decode_outcome(stored: bytes) -> RecordedOutcome | DamagedOutcome:
 class Outcomes:
     """The outcomes table.
 
-    The transaction that writes an outcome also calls `settle`, which updates the attempt and returns whether the feeds must process the
-    outcome. If so, the transaction calls `enter`, which adds the outcome to the feeds and returns more events to write.
+    In its transaction, `put` calls `settle`, which updates the attempt and returns whether the feeds must process the outcome. If so, `put`
+    also calls `enter`, which adds the outcome to the feeds and returns more events to write.
     """
 
     def __init__(

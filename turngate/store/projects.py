@@ -221,8 +221,8 @@ def _read_key(row: tuple[str, bytes, str, str, str, float, float | None, float |
 def check_project_name(name: str, param: str = "name") -> None:
     if not PROJECT_NAME.fullmatch(name):
         raise BadRequest(
-            f"{param} must be 1 to 40 lowercase letters, digits and hyphens, without a hyphen at the start or end, "
-            f"not {name[:100]!r}",
+            f"{param} must be 1 to 40 lowercase letters, digits and hyphens, and must not start or end with a hyphen, but is "
+            f"{name[:100]!r}",
             param=param,
         )
 

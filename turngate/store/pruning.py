@@ -31,7 +31,7 @@ _FILE_BYTES = 256_000_000  # no group is added to a file that has reached this s
 
 
 class PruneResult(msgspec.Struct):
-    """The result of a run: how many sessions it removed and kept. After a dry run: how many a real run would remove and keep."""
+    """How many sessions a pruning run removed and kept or, after a dry run, how many a real run would remove and keep."""
 
     removed: int = 0  # sessions
     archived: int = 0  # sessions that this run wrote to the archive
@@ -101,7 +101,10 @@ class _Pruner:
     def _read_groups(
         self, left: deque[list[OldSession]], archived: list[list[OldSession]], known: set[bytes]
     ) -> Iterator[ArchivedSession]:
-        """Move the groups for one file from `left` to `archived`, and yield those of their sessions that the archive does not have."""
+        """Move the groups for one file from `left` to `archived`, and yield the sessions of these groups that the archive does not have.
+
+        Groups with unreadable sessions are kept in the store.
+        """
         count = size = 0
         while left and count < _FILE_SESSIONS and size < _FILE_BYTES and not self._is_stopping():
             group = left.popleft()
@@ -159,7 +162,7 @@ class _Pruner:
                 time.sleep(_PAUSE_S)
 
     def _keep(self, group: Sequence[OldSession], reasons: Counter[str]) -> None:
-        """Count the sessions of a group as kept. `reasons` is the number of sessions that must be kept, by reason."""
+        """Count the sessions of a group as kept. `reasons` contains the number of sessions that must be kept, by reason."""
         self.result.kept.update(reasons)
         if others := len(group) - reasons.total():
             self.result.kept[OTHERS_KEPT] += others
@@ -179,7 +182,7 @@ class _Pruner:
 
 
 def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> tuple[int, int]:
-    """Add the sessions of an archive to a store, oldest file first: all of them, or those with the given ids.
+    """Add the sessions of an archive to a store, or only those with the given ids. The oldest file is read first.
 
     Return how many were added, and how many the store already had. If several files contain a session, it is read from the newest one.
     Raise `ConfigError` and add nothing if the archive lacks one of the given ids. Raise `StoreError` if a session to load is damaged, or

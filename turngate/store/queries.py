@@ -35,7 +35,7 @@ class RawSession(msgspec.Struct, frozen=True):
 
 
 class EventTotals(msgspec.Struct, frozen=True):
-    """Totals of the events of one session or batch stream."""
+    """Totals of the events of one session or one batch."""
 
     session: str
     newest: int  # number of the last event
@@ -110,7 +110,7 @@ class RolloutQueries:
         return None if row is None else as_number(row[0])
 
     def sum_events(self) -> list[EventTotals]:
-        """Return the event totals of each session and each batch stream."""
+        """Return the event totals of each session and each batch."""
         # SQLite guarantees that with a single max(), `time` is taken from the row with the highest number.
         query = (
             f"SELECT session, max(seq), time, sum({_TURNS}),"
@@ -157,7 +157,7 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of the sessions and the names of the batch streams that have events numbered above `after`.
+        """Return the ids of the sessions, and the names (`batch:ID`) of the batches, that have events numbered above `after`.
 
         At most `limit` + 1 values are returned: the extra one shows that there are more than `limit`. Only the first 20,000 of these events
         are read.

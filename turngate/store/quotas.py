@@ -38,10 +38,10 @@ class QuotaTable:
         period: int = 0,
         until: float = NEVER,
     ) -> int:
-        """Resize a holder's part of a quota to `wanted`, or to what other holders leave of `limit` if that is less. Return the new size.
+        """Set a holder's part of a quota to `wanted`, or to less if other holders have already taken too much of `limit`.
 
-        This method never shrinks a part of a daily quota, because the part may already have been used. It may shrink a part of the quota
-        for live sessions.
+        Return the part's new size. This method never shrinks a part of a daily quota, because the part may already have been used. `period`
+        is the number of the day for a daily quota, and 0 for live sessions.
         """
         where = (project, quota, period)
         with self._writing() as db:
@@ -63,7 +63,7 @@ class QuotaTable:
             return amount
 
     def give_back(self, project: str, quota: QuotaName, holder: str, unused: int, period: int = 0) -> None:
-        """Give back the unused amount of a part when its holder stops."""
+        """Give back the unused amount of a holder's part."""
         with self._writing() as db:
             query = "UPDATE quota_parts SET amount=amount-? WHERE project=? AND quota=? AND period=? AND holder=? AND amount>=?"
             db.execute(query, (unused, project, quota, period, holder, unused))
@@ -79,7 +79,7 @@ class QuotaTable:
         return None
 
     def prune(self, before_period: int) -> None:
-        """Remove the parts of past days, and those that their holders did not renew in time."""
+        """Remove the parts of daily quotas before the day `before_period`, and all parts that have expired."""
         with self._writing() as db:
             query = "DELETE FROM quota_parts WHERE (period>0 AND period<?) OR until<?"
             db.execute(query, (before_period, time.time()))

@@ -32,8 +32,8 @@ class Refusals:
 
         Return a summary of the refused calls that were not repeated successfully, or None if there are none.
 
-        Once a session has `MAX_CALLS` of these calls, a new call is dropped if any of them has the same conversation or an unknown one.
-        Otherwise, the new call is added without its conversation, so it can never be marked as repeated.
+        A call of a deleted session is dropped. Once a session has `MAX_CALLS` of these calls, a new call is dropped if any of them has the
+        same conversation or an unknown one; if not, it is added without its conversation, so it can never be marked as repeated.
         """
         with self._writing() as db:
             exists = db.execute(f"SELECT 1 FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchone() is not None

@@ -30,7 +30,7 @@ _FACTS = (
 _AWAITED = "SELECT session, name, number IS NULL FROM rolled JOIN feeds ON feeds.key=feed WHERE (number IS NULL OR number>committed)"
 OPEN = "the session is open"
 TOO_NEW = "it ended too recently"
-UNSHIPPED = "it is not in the shared store yet"
+UNSHIPPED = "its latest state is not in the shared store yet"
 OTHERS_KEPT = "another rollout of its group is kept"
 CHANGED = "it has changed in the meantime"
 
@@ -140,7 +140,7 @@ class Retention:
             return dict(db.execute(query, keys).fetchall())
 
     def find_reasons(self, sessions: Sequence[OldSession]) -> Counter[str]:
-        """Return how many of the sessions are needed again or have changed since the plan, by reason. These must be kept."""
+        """Return how many of the sessions are needed again or have changed since the plan, by reason. These sessions must be kept."""
         reasons: Counter[str] = Counter()
         for start in range(0, len(sessions), _PAGE):
             with self._reading() as db:
@@ -194,9 +194,9 @@ def _find_new_reasons(db: StoreConnection, sessions: Sequence[OldSession]) -> di
 
 
 def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
-    """Return, by session key, why a session is still needed: for a feed, or because it has not been shipped.
+    """Return, by session key, why a session is still needed: for a feed, or because its latest state has not been shipped.
 
-    Other sessions are omitted. The caller checks whether they are open, damaged or too new.
+    Other sessions are omitted.
     """
     marks = ",".join("?" * len(keys))
     filling = db.execute("SELECT name FROM filling JOIN feeds ON feeds.key=feed LIMIT 1").fetchone()
@@ -213,7 +213,7 @@ def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
 
 
 def _release_attempts(db: StoreConnection, ids: Sequence[str]) -> None:
-    """For sessions that are being removed, delete the attempts whose rollouts have no name, and detach the others.
+    """For sessions that are being removed, delete the attempts whose rollouts have no name, and detach all other attempts.
 
     A settled attempt at a named rollout stays settled, so that the rollout is not run again. A running one is superseded.
     """

@@ -2,7 +2,7 @@
 
 Scores can be computed again, so they are not kept in the store. Exports that compute scores therefore only read the store, and never
 compete with a gateway for the store's lock. A turn is identified by its own ids and those of its context, so a turn that several rows share
-has one entry. An entry belongs to a session. In the default cache file, it is removed with its session.
+has one entry. In the default cache file, an entry is removed with the session that it belongs to.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ScoreCache:
         self._db.close()
 
     def read(self, key: ScoreKey, turn: bytes) -> CachedScores | None:
-        """Return the scores of a turn, or None if there are none or they are damaged."""
+        """Return the scores of a turn, or None if there are none or they do not match their checksum."""
         with self._lock:
             row = self._db.execute(
                 "SELECT logprobs, top_ids, top_logprobs, checksum FROM scores"
@@ -138,7 +138,7 @@ class ScoreCache:
         )
 
     def write(self, key: ScoreKey, session: str, scores: Iterable[tuple[bytes, CachedScores]]) -> None:
-        """Write the scores of turns in one transaction. Existing scores of these turns are replaced, as they may be damaged."""
+        """Write the scores of turns in one transaction. Existing scores of these turns are replaced, because they may be damaged."""
         rows = []
         for turn, found in scores:
             arrays = ((found.logprobs, "<f4"), (found.top_ids, "<i4"), (found.top_logprobs, "<f4"))
@@ -152,7 +152,10 @@ class ScoreCache:
             except sqlite3.Error as error:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                raise StoreError(f"the teacher's scores cannot be written to {self._path}: {error}") from None
+                raise StoreError(
+                    f"the teacher's scores cannot be written to {self._path} ({error}); check the disk and the file's permissions, or pass "
+                    "another file as --teacher-cache"
+                ) from None
 
     def sessions(self) -> list[str]:
         """Return the ids of all sessions with scores."""

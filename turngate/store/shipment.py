@@ -199,7 +199,7 @@ def _verify_trace(key: int, nodes: Iterable[Row]) -> VerifiedTrace:
 
 
 def encode_traces(shipments: Sequence[Shipment], keys: Mapping[str, int]) -> Iterator[bytes]:
-    """Encode the nodes of sessions for COPY. The sessions get new keys, so the nodes get new checksums.
+    """Encode the nodes of sessions for PostgreSQL's COPY. The sessions get new keys, so the nodes get new checksums.
 
     `keys` maps session ids to the new keys.
     """

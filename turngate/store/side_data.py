@@ -44,7 +44,7 @@ class SideDataTable:
         self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def write(self, session: int, node: int, arrays: Sequence[SideArray]) -> None:
-        """Write the side data of a turn before the turn itself is written. Each piece is written in a short transaction of its own."""
+        """Write the side data of a turn in pieces, before the turn itself. Each piece is written in a short transaction of its own."""
         with self._writing() as db:  # remove pieces that a crash has left behind
             db.execute("DELETE FROM side_data WHERE session=? AND node=?", (session, node))
         for array in arrays:
@@ -118,7 +118,7 @@ def _split_lists(name: str, first: int, values: RaggedArray, max_bytes: int) -> 
 
 
 def encode_piece(node: int, piece: SideArray) -> tuple[object, ...]:
-    """Encode a piece as a row of the table, without the session's key."""
+    """Encode a piece of side data as a row of the table, without the session's key."""
     values = piece.values
     dtype, shape, data = values.dtype.name, "x".join(map(str, values.shape[1:])), bytes(encode_values(values))
     return (
@@ -133,14 +133,14 @@ def encode_piece(node: int, piece: SideArray) -> tuple[object, ...]:
 
 
 def _checksum(node: int, name: str, first: int, dtype: str, shape: str, data: bytes) -> int:
-    """Return the checksum of a piece. It does not cover the session's key, so it stays the same in another store."""
+    """Return the checksum of a piece of side data. It does not cover the session's key, so it stays the same in another store."""
     return zlib.crc32(data, zlib.crc32(f"{node}/{name}/{first}/{dtype}/{shape}".encode()))
 
 
 def _join_pieces(
     due: Mapping[tuple[int, str, int], SideRange], rows: Sequence[tuple[Any, ...]]
 ) -> dict[int, list[SideArray]]:
-    """Join stored pieces into the arrays listed in `due`. Raise `_DamagedPiece` if a piece is damaged or missing."""
+    """Join stored pieces of side data into the arrays listed in `due`. Raise `_DamagedPiece` if a piece is damaged or missing."""
     pieces = {row[:3]: row for row in rows}
     found: dict[int, list[SideArray]] = {}
     for (node, name, first), side in due.items():
@@ -160,7 +160,7 @@ def _join_pieces(
 
 
 def _decode_piece(row: tuple[Any, ...], side: SideRange) -> SideValues | None:
-    """Return the values of a piece. Return None if it is damaged, or if its type or shape differs from the one recorded in its turn."""
+    """Return the values of a piece of side data, or None if it is damaged or does not have the type and shape recorded in its turn."""
     node, name, first, dtype, shape, data, checksum = row
     if dtype != side.dtype or shape != "x".join(map(str, side.shape)):
         return None

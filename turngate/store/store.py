@@ -247,7 +247,7 @@ class Store:
     def _settle_outcome(self, db: StoreConnection, session_id: str, outcome: bytes) -> bool:
         """Settle the attempt of a session whose outcome is being written, and make the session due for shipping.
 
-        If the outcome counts, lock the feeds. Return whether it counts.
+        Return whether the feeds must process the outcome. If so, lock the feeds.
         """
         self.outbox.add_outcome(db, session_id)
         counts = settle_attempt(db, session_id, outcome)

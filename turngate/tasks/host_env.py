@@ -1,4 +1,6 @@
-"""Environment values that belong to this machine. A task's file names the variables, so that the file itself contains no secrets.
+"""Values in a task's environments that come from this machine's environment variables.
+
+A task's file names the variables, so that it need not contain secrets.
 
 A task that is sent to another machine names only the variables, and that machine uses its own values.
 """
@@ -41,7 +43,7 @@ def add_host_values(task: Task, environment: Mapping[str, str]) -> Task:
 def find_host_values(task: Task) -> list[str]:
     """Return the values in the task's environments that come from this machine and may be secret.
 
-    Defaults from the task's file are not secret.
+    Defaults from the task's file are left out, because they are not secret.
     """
     found: list[str] = []
 

@@ -101,7 +101,7 @@ def _with_own_log(environment: GradingEnvironment, name: str) -> GradingEnvironm
 def _explain_mismatch(grade: Grade, expected: float, what: str) -> str:
     """Explain how a grade differs from the expected reward. Return an empty string if it does not differ."""
     if grade.kind != "graded" or grade.reward is None:
-        return f"{what}: {grade.kind}: {grade.message or 'the grader returned no reward'}"
+        return f"{what} was not graded ({grade.kind}): {grade.message or 'the grader returned no reward'}"
     if not math.isclose(grade.reward, expected, abs_tol=1e-9):
         cases = [f"{name} {outcome}" for name, outcome in grade.cases.items() if outcome != "passed"]
         parts = [f"{part.name} {part.reward}" for part in grade.parts if part.reward != expected]

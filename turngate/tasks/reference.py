@@ -65,7 +65,8 @@ def _read_files(solution: Solution) -> Iterator[tuple[str, bytes]]:
     paths = sorted(solution.files.rglob("*"))
     if links := [path for path in (solution.files, *paths) if path.is_symlink()]:
         raise TaskError(
-            f"the task's solution cannot be replayed: {links[0]} is a symbolic link, whose target could be a private file",
+            f"the task's solution cannot be replayed: {links[0]} is a symbolic link, whose target could be a private file; "
+            "replace the link with a copy of its target",
             param="solution",
         )
     try:

@@ -23,8 +23,8 @@ MAX_INSTRUCTION = 1_000_000  # characters
 class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
     """A script that grades the agent's work in a fresh sandbox.
 
-    The sandbox contains `files` and, unless there is a probe, a copy of the work. The files are in /tests, or in the sandbox's home folder
-    if the sandbox shares the host's file system.
+    The sandbox contains `files` and, unless there is a probe, a copy of the work. The files are in /tests, or in $HOME/grading/tests if the
+    sandbox shares the host's file system.
     """
 
     files: Path | None = None
@@ -78,7 +78,10 @@ Grader = Script | Function | Swe | Rubric
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):
-    """The reference solution: a patch for the working folder, or files with a `solve.sh`. Only a scripted model may see it."""
+    """The reference solution: a patch for the working folder, or files with a `solve.sh`.
+
+    It is hidden from every model except a scripted one.
+    """
 
     patch: str = ""
     files: Path | None = None
@@ -125,7 +128,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The kind of task, by which rewards are summarized: `kind` in the metadata, otherwise `category`. Empty if neither is a string."""
+        """The kind of task, by which rewards are summarized: `kind` in the metadata, otherwise `category`.
+
+        Empty if neither is a non-empty string.
+        """
         named = (self.metadata.get(name) for name in ("kind", "category"))
         return next((kind for kind in named if isinstance(kind, str) and kind), "")
 

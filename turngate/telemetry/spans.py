@@ -134,7 +134,7 @@ class RolloutTracer:
         )
 
     def start_turn(self, session: str, metadata: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
-        """Start the span of a turn. The session's metadata identifies the parent span.
+        """Start the span of a turn. `metadata` is the session's; its `traceparent`, if any, identifies the parent span.
 
         A `model` that does not look like a name is left out.
         """

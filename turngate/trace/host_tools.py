@@ -1,4 +1,4 @@
-"""Host tools: tools that the agent calls at the gateway and the host handles. A session declares them in `SessionConfig.tools`."""
+"""Host tools, which the agent calls through the gateway and the host answers. A session declares them in `SessionConfig.tools`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def pass_curve(graded: int, passed: int) -> list[tuple[int, float]]:
 
 
 def has_passed(reward: float | None, resolved: bool | None) -> bool | None:
-    """Return whether a rollout passed, or None if its reward is unknown. Without `resolved`, a reward of at least 1 is a pass."""
+    """Return whether a rollout passed, or None if its reward is unknown. If `resolved` is None, a reward of at least 1 is a pass."""
     if reward is None:
         return None
     return resolved if resolved is not None else reward >= 1.0

@@ -437,7 +437,7 @@ def _check_segments(tree: PrefixTree) -> None:
     for index, segment in enumerate(tree.segments):
         where = f"segments[{index}]"
         if segment.start != end or segment.end <= segment.start:
-            raise InvalidTree("segments", f"{where}.start must be {end}, and {where}.end must be greater")
+            raise InvalidTree("segments", f"{where}.start must be {end}, and {where}.end must be greater than {end}")
         while path and path[-1] != segment.parent:
             path.pop()
         if segment.parent is not None and not path:
@@ -462,7 +462,7 @@ def _check_segments(tree: PrefixTree) -> None:
         path.append(index)
         end = segment.end
     if end != len(tree.ids):
-        raise InvalidTree("segments", f"segments end at token {end}, but ids has length {len(tree.ids)}")
+        raise InvalidTree("segments", f"the segments end at token {end}, but ids has length {len(tree.ids)}")
 
 
 def _check_rows(tree: PrefixTree) -> None:

@@ -128,7 +128,8 @@ def _list_candidates(trace: Trace, parent: Sampled | None) -> list[Sampled]:
 
 
 def _longest(pieces: Sequence[str], count: int, least: int) -> tuple[str, ...]:
-    """Return the middle of each of the `count` longest pieces that have at least `least` characters.
+    """Return up to `_MAX_SIZE` characters from the middle of each of the `count` longest pieces. Ignore pieces with fewer than `least`
+    characters.
 
     Markup at the ends of a piece is removed first, because a quotation might not keep it.
     """

@@ -335,14 +335,14 @@ class _Structure:
         return _UNKNOWN
 
     def _decide_like(self, other: Context, why: str) -> RoleDecision:
-        """Return the role of another conversation, with `why` as the evidence."""
+        """Return the role of another conversation, with `why` as the evidence unless the role is `unknown`."""
         role = self.by_root[other.id].role
         return _UNKNOWN if role == "unknown" else RoleDecision(role, "structure", why)
 
     def _decide_by_use(self, root: Context) -> RoleDecision | None:
         """Return the role that follows from quotations between this conversation and other lines.
 
-        Return `unknown` if the quotations leave it open, and None if other rules may decide.
+        Return `unknown` if the quotations do not decide the role, and None if other rules may decide it.
         """
         if (user := self._find_user(root)) is not None:
             return RoleDecision("subagent", "structure", f"context {user.id} uses its answer")

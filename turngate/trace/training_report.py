@@ -151,7 +151,7 @@ def _explain_reason(reason: str) -> tuple[str, str]:
     if "log-probabilities" in reason:
         return (
             f"are untrainable ({reason})",
-            "make the engine return log-probabilities; `turngate doctor` checks whether it does",
+            "make the engine return one log-probability for each token; `turngate doctor` checks whether it does",
         )
     if reason.startswith("role "):
         return (
@@ -159,7 +159,7 @@ def _explain_reason(reason: str) -> tuple[str, str]:
             "add this role to policy.roles, or describe in [signals] of the agent's file which calls are the agent's main work",
         )
     if reason == "aborted":
-        return "were cut short", "read the agent's output and the gateway's log to find out who ended the calls"
+        return "were cut short", "read the agent's output and the gateway's log to find out what ended the calls"
     return f"failed ({reason})", "read the gateway's log"
 
 

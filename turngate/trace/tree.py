@@ -232,8 +232,8 @@ class Trace:
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
         """Return the deepest node up to which the request repeats a recent one byte for byte, and the number of messages up to there.
 
-        This is the fast path of `locate`. The match ends before the first node that has a twin, because bytes alone must not choose
-        between twins.
+        This is the fast path of `locate`. The match ends before the first node that has a twin (see `_has_twin`), because bytes alone
+        must not choose between twins.
         """
         best: tuple[Node | None, int] = (None, 0)
         for recent in self._recent:
@@ -357,7 +357,10 @@ class Trace:
     def find_same_context(
         self, parent: Sampled | None, ids: Ids, request: RequestMessages, start: int
     ) -> Context | None:
-        """Return the child context of `parent` that has these ids and messages, or None. A concurrent call may have added it."""
+        """Return the context that follows `parent` and has these ids and messages, or None. If `parent` is None, search the roots.
+
+        A concurrent call may have added the context.
+        """
         for context in self.roots if parent is None else parent.children:
             same = context.info.preamble == request.preamble and np.array_equal(context.ids, ids)
             if same and context.info.meanings == request.meanings(start, len(request)):
@@ -480,6 +483,6 @@ def _is_same_answer(one: SampledInfo, other: SampledInfo) -> bool:
 
 
 def _overlaps(one: ContextInfo, other: ContextInfo) -> bool:
-    """Return whether one of two contexts begins with all messages of the other."""
+    """Return whether two contexts have the same preamble and one begins with all messages of the other."""
     size = min(len(one.meanings), len(other.meanings))
     return one.preamble == other.preamble and one.meanings[:size] == other.meanings[:size]

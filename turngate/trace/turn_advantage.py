@@ -80,8 +80,8 @@ def compute_turn_advantages(
 ) -> list[TurnAdvantages]:
     """Compute the advantages of the turns of a group's rollouts.
 
-    A rollout without a reward, without turn rewards, or with a turn reward whose turn is unknown gets no advantages, and does not affect
-    the other rollouts.
+    A rollout gets no advantages, and does not affect the other rollouts, if its reward or its `turn_rewards` is None, or if the turn of one
+    of its turn rewards is unknown.
     """
     missing = [_explain_missing(rollout) for rollout in rollouts]
     turns = [[] if why else rollout.turns for rollout, why in zip(rollouts, missing, strict=True)]

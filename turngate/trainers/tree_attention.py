@@ -18,7 +18,7 @@ _BLOCK = 128  # tokens in a block, as in `create_block_mask`
 
 
 def make_mask_mod(until: Tensor) -> MaskMod:
-    """Return the `mask_mod` for FlexAttention, which decides whether the token at `query` may attend to the token at `key`."""
+    """Return the `mask_mod` for FlexAttention: a function that says whether the token `query` may attend to the token `key`."""
 
     def may_attend(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < until[key])

@@ -1,7 +1,8 @@
 """Prove independently that a session's rows are exact. `verify` builds the verdict, and `turngate verify` prints it.
 
-This package reads the store with its own reader and imports nothing from `trace`, `store`, `gateway` or `views`, so that a bug there cannot
-hide itself. The caller passes in the rows and the agent's transcript. The verdict has these parts:
+This package reads the store with its own reader and imports nothing from `trace`, `store`, `gateway` or `views`, so that a bug in those
+packages cannot hide itself. The caller passes in functions that build the rows and compare the agent's transcript. The verdict has these
+parts:
 
     structure    bytes, tree, turns, times, tools, messages, causes, outcome, events: could a gateway have recorded this?
     rows         chains, masks, roles, reasons: does a trainer receive what was sampled?
@@ -96,7 +97,7 @@ class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verify(reader: SessionReader, session_id: str, options: VerifyOptions) -> Verdict:
-    """Verify one session. Raise an error if the session does not exist or the engine fails."""
+    """Verify one session. Raise `NotFound` if it does not exist. Errors of the scoring engine are not caught."""
     for _ in range(_MAX_TRIES):
         try:
             session = reader.read_session(session_id)

@@ -21,7 +21,7 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
     if attempts is None:
         return  # the folder was written by a version that did not store attempts
     with results.check(
-        "structure", "attempt", "its attempt agrees with its outcome, and at most one attempt counts"
+        "structure", "attempt", "the session's attempt agrees with its outcome, and at most one attempt counts"
     ) as check:
         _check_name(session, attempts, check)
         for attempt in attempts:
@@ -30,9 +30,11 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
         if superseded or (session.status == "cancelled" and session.related.outcome is not None):
             why = "superseded" if superseded else "cancelled"
             waiting = sum(number is None for number in session.related.deliveries)
-            check.expect(not waiting, f"it is {why}, but is waiting for its group in a feed (feeds: {waiting})")
+            check.expect(
+                not waiting, f"the session is {why}, but is waiting for its group in a feed (feeds: {waiting})"
+            )
     if superseded and any(number is not None for number in session.related.deliveries):
-        results.note("attempt", "it was superseded after a feed had delivered its group")
+        results.note("attempt", "the session was superseded after a feed had delivered its group")
 
 
 def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], check: VerifyCheck) -> None:
@@ -41,20 +43,23 @@ def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], che
     if named[0] and not session.config_error:
         registered = [(attempt.rollout, attempt.attempt) for attempt in attempts]
         check.expect(
-            named in registered, f"its settings name attempt {named[1]} of {brief(named[0])}, which is not registered"
+            named in registered,
+            f"the session's settings name attempt {named[1]} of {brief(named[0])}, which is not registered",
         )
         outcome = _decode_outcome(session)
         if outcome is not None:
             recorded = outcome.get("attempt", 1)
-            check.expect(recorded == named[1], f"its outcome belongs to attempt {brief(recorded)}, not {named[1]}")
+            check.expect(recorded == named[1], f"the outcome belongs to attempt {brief(recorded)}, not {named[1]}")
 
 
 def _check_attempt(session: StoredSession, attempt: StoredAttempt, check: VerifyCheck) -> None:
     state = attempt.state
     number = attempt.attempt
     valid = isinstance(number, int) and number >= 1
-    check.expect(valid, f"its attempt number is {brief(number)}, but must be at least 1")
-    if not check.expect(state in _STATES, f"its attempt is {brief(state)}, which is not one of {', '.join(_STATES)}"):
+    check.expect(valid, f"the attempt number is {brief(number)}, but must be at least 1")
+    if not check.expect(
+        state in _STATES, f"the attempt's state is {brief(state)}, which is not one of {', '.join(_STATES)}"
+    ):
         return
     check.expect(
         state != "settled" or not attempt.others_settled,
@@ -65,7 +70,8 @@ def _check_attempt(session: StoredSession, attempt: StoredAttempt, check: Verify
     expected = _expect_state(session)
     if expected:
         check.expect(
-            state == expected, f"its attempt is {state}, but must be {expected}, given its outcome or the lack of one"
+            state == expected,
+            f"the attempt is {state}, but must be {expected}, given the session's outcome or the lack of one",
         )
 
 

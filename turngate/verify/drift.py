@@ -48,7 +48,7 @@ def check_drift(
 ) -> None:
     """Check the recorded causes and, except in observe mode, collect the session's forks.
 
-    `trained` contains the ids of the branches that have rows.
+    `trained` contains the ids of the branches whose rows a trainer receives.
     """
     with results.check("structure", "cause", "the recorded cause of each fork agrees with the messages") as check:
         for context in session.contexts:
@@ -340,7 +340,7 @@ class _ForkDescriber:
     def _count_shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
         """Return how many tokens a trainer reads twice because of a fork.
 
-        `tokens` is the number of tokens before the fork. They are read twice only if both branches have rows. Otherwise, return 0.
+        `tokens` is the number of tokens before the fork. Return this number if a trainer receives rows of both branches, and 0 otherwise.
         """
         through = [leaf for leaf in self._trained if node in path(leaf)]
         beside = [
@@ -470,7 +470,6 @@ class _ForkDescriber:
 
 
 def _common_prefix_size(one: Ids, other: Ids) -> int:
-    """Return how many ids two sequences have in common at the start."""
     size = min(len(one), len(other))
     differing = np.flatnonzero(one[:size] != other[:size])
     return int(differing[0]) if len(differing) else size

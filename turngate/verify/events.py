@@ -57,10 +57,13 @@ def _events_since_opening(session: StoredSession) -> tuple[list[StoredEvent], st
     events = [event for event in session.related.events if event.kind in _COMPARED]
     opened = [n for n, event in enumerate(events) if event.kind == "opened"]
     if not opened:
-        return [], "its opening event is missing: it was pruned, or the session predates events"
+        return (
+            [],
+            "the session's opening event is missing: it was pruned, or the session was recorded before Turngate stored events",
+        )
     events = events[opened[-1] :]
     if events[0].seq <= session.related.pruned:
-        return [], "some of its events may have been pruned"
+        return [], "some of the session's events may have been pruned"
     return events, ""
 
 
@@ -85,7 +88,7 @@ def _check_opening(session: StoredSession, data: dict[str, Json], check: VerifyC
     for name, stored in (("mode", session.config.mode), ("model", session.config.model)):
         check.expect(
             data.get(name) == stored,
-            f"it was opened with {name} {brief(data.get(name))}, but its settings have {brief(stored)}",
+            f"the session was opened with {name} {brief(data.get(name))}, but its settings have {brief(stored)}",
         )
 
 
@@ -126,22 +129,22 @@ def _check_turn(turn: StoredTurn, event: StoredEvent, data: dict[str, Json], che
 def _check_end(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
     status = events[-1][0].kind if events else "open"
     what = f"event {events[-1][0].seq} reports it as {status}" if events else "no event reports its end"
-    check.expect(session.status == status, f"its status is {brief(session.status)}, but {what}")
+    check.expect(session.status == status, f"the session's status is {brief(session.status)}, but {what}")
     if events and not session.orphans:
         event, data = events[-1]
         whole = sum(turn.info.finish != "abort" for turn in session.turns)
         check.expect(
             data.get("turns") == whole,
-            f"the number of its turns that were not aborted is {whole}, but event {event.seq} reports {brief(data.get('turns'))}",
+            f"the number of turns that were not aborted is {whole}, but event {event.seq} reports {brief(data.get('turns'))}",
         )
 
 
 def _check_superseded(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
     """Check that the superseded attempts are the ones that events report.
 
-    A cell may ship a session after its attempt was superseded, for example because the cell was considered lost. The `superseded` event
-    then precedes the opening event. Other `superseded` events before the opening event are ignored: they belong to a deleted session with
-    the same id.
+    A cell may ship a session to the shared store after its attempt was superseded, for example because the cell was considered lost. The
+    `superseded` event then precedes the opening event. Other `superseded` events before the opening event are ignored: they belong to a
+    deleted session with the same id.
     """
     attempts = session.related.attempts or ()
     stored = sorted(((a.rollout, a.attempt) for a in attempts if a.state == "superseded"), key=str)

@@ -39,7 +39,7 @@ _MESSAGE_ERRORS = (BadRequest, KeyError, *DECODE_ERRORS)
 
 
 def compute_digest(tools: Sequence[Tool], kwargs: bytes) -> bytes:
-    """Compute the digest of a preamble from the meaning of its tools and from its template arguments."""
+    """Compute the digest of a preamble, which consists of tools and template arguments. The order of keys in the tools does not matter."""
     meaning = blake2b(json.dumps([tool.wire for tool in tools], sort_keys=True).encode(), digest_size=16).digest()
     return blake2b(meaning + kwargs, digest_size=16).digest()
 

@@ -102,7 +102,7 @@ class _Roots:
         return not any(_question(r) == _question(root) or (thread and r.info.signals.thread == thread) for r in earlier)
 
     def _goes_on(self, source: StoredContext, root: StoredContext) -> bool:
-        """Return whether the line of `source` has a turn after the last turn of `root`."""
+        """Return whether the line of `source` (see the class) has a turn after the last turn of `root`."""
         last = max((turn.id for turn in self._of_root[root.id]), default=root.id)
         return any(turn.id > last for turn in self._of_line(self.heads[source.id]))
 
@@ -137,7 +137,7 @@ class _Roots:
 
     @cached_property
     def summaries(self) -> set[int]:
-        """The ids of turns whose summaries begin shortened conversations."""
+        """The ids of the turns that wrote the summaries with which shortened conversations begin."""
         found: set[int] = set()
         for root in self.all:
             quoted = [self._turns[n] for n in root.info.quotes or () if n in self._turns]

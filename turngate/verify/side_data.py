@@ -90,7 +90,10 @@ class StoredSideArrays:
 
 
 def _read_piece(data: object, facts: SideFacts) -> tuple[np.ndarray, np.ndarray] | None:
-    """Decode a stored piece. Return the size of each value, and all numbers. Return None if the piece is empty or a value is incomplete."""
+    """Decode some consecutive values of an array, as stored in one row of the `side_data` table.
+
+    Return how many numbers each value has, and the numbers of all values. Return None if the row has no data or a value is incomplete.
+    """
     dtype = np.dtype(_TYPES[facts.dtype])
     if not isinstance(data, bytes) or not data:
         return None

@@ -576,7 +576,7 @@ def _check_session_cells(record: dict[str, Any]) -> dict[str, Any]:
 def _open_database(file: Path) -> sqlite3.Connection:
     """Open the database read-only.
 
-    If that fails, for example because SQLite cannot create its lock file in a read-only folder, open the database as immutable.
+    If that fails, for example because SQLite cannot create files in a read-only folder, open the database as immutable.
     """
     for how in ("mode=ro", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True, isolation_level=None, timeout=10)

@@ -145,9 +145,9 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
 
 
 def _has_consistent_runs(turn: StoredTurn) -> bool:
-    """Return whether the policy versions of a turn's tokens are consistent. Also return True if the engine did not report them.
+    """Return whether the policy versions of a turn's tokens are consistent, or True if the engine did not report them.
 
-    They must cover all tokens, increase, and match the turn's first and last version.
+    Consistent versions cover all tokens, increase, and match the turn's first and last version.
     """
     runs = turn.info.version_runs
     if not runs:
@@ -381,7 +381,7 @@ def _check_signals(session: StoredSession, messages: NodeMessages, results: Chec
             )
             check.expect(
                 not signals.parent or bool(config.parent),
-                f"it has the parent {signals.parent!r}, but no rule reads a parent",
+                f"it has the parent thread {signals.parent!r}, but no rule reads a parent thread",
                 node=context.id,
             )
             by_model = (

@@ -75,9 +75,9 @@ def check_turn_rewards(session: StoredSession, results: CheckResults) -> None:
         "turn rewards",
         "every turn reward belongs to a turn or to a host tool call, and those of kind 'part' add up to the reward",
     ) as check:
-        if not check.expect(isinstance(rewards, list), f"they are {brief(rewards)}, not a list"):
+        if not check.expect(isinstance(rewards, list), f"the turn rewards are {brief(rewards)}, not a list"):
             return
-        check.expect(not rewards or is_finite(reward), "turns have rewards, but the rollout has none")
+        check.expect(not rewards or is_finite(reward), "turns have rewards, but the rollout has no reward")
         sound = [_check_reward(one, n, turns, check) for n, one in enumerate(rewards)]
         if not all(sound):
             return

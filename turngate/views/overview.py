@@ -86,7 +86,7 @@ class Overview(RolloutIndex):
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
         """Return the rows that have changed since event number `after`, and the ids of rollouts that were deleted since then.
 
-        At most `MOST_CHANGED` rows and ids are returned.
+        At most `MOST_CHANGED` rollouts are returned. If there are others, `more` is set, and the caller must load its lists again.
         """
         cursor, now = self.refresh(store), time.time()
         touched = store.queries.list_changed(after, MOST_CHANGED)

@@ -89,7 +89,6 @@ class RolloutView:
         return find_untrained(session.trace, self.roles, session.config.policy)
 
     def read_messages(self, node: Node) -> list[Message]:
-        """Return the decoded messages of a node."""
         if node.id not in self._messages:
             raw = self._session_view.texts[node.id]
             if isinstance(node, Context):
@@ -352,7 +351,7 @@ class RolloutView:
     ) -> Iterator[Json]:
         """Yield the exported rows, with the fields that `turngate export rows` writes.
 
-        `about` contains those of the rollout, such as `session`, `task` and `reward`.
+        `about` contains the fields that describe the rollout, such as `session`, `task` and `reward`.
         """
         session = self._session_view.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
@@ -421,7 +420,7 @@ def _mean_logprob(turn: Sampled) -> float | None:
 
 
 def _round_logprobs(turn: Sampled, start: int, end: int) -> Json:
-    """Return rounded log-probabilities, or None if there is not one for each token. In JSON, NaN becomes null."""
+    """Return the rounded log-probabilities, or None if the turn does not have one per token. In JSON, NaN becomes null."""
     if turn.logprobs is None or len(turn.logprobs) != turn.size:
         return None
     return np.round(turn.logprobs[start:end].astype(np.float64), _DIGITS)

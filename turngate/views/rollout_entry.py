@@ -108,7 +108,9 @@ class _StageEvent(msgspec.Struct, frozen=True):
     model: Json = ""
     batch: Json = ""
     status: Json = ""
-    kind: Annotated[Json, msgspec.Meta(description="of the last stage")] = msgspec.field(default=None, name="class")
+    kind: Annotated[Json, msgspec.Meta(description="outcome class, sent with the last stage")] = msgspec.field(
+        default=None, name="class"
+    )
     message: Json = ""
 
 

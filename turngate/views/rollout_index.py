@@ -52,8 +52,8 @@ _delivery_decoder = msgspec.json.Decoder(DeliveryEvent)
 class RolloutIndex:
     """The rollouts of one data folder.
 
-    The first `refresh` reads everything. Later ones read only new events and the sessions that these changed, unless some events were
-    pruned before they were read, or the newest events were lost, for example because the store was restored from a backup.
+    The first `refresh` reads everything. Later ones read only new events and the sessions that these events changed, unless some events
+    were pruned before they were read, or the newest events were lost, for example because the store was restored from a backup.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Update a rollout's row and return it. Only this method reads its policy versions, because that takes one query per rollout."""
+        """Update a rollout's row and return it. Only this method reads the policy versions, because that takes one query per rollout."""
         row = entry.row
         row.status = entry.status_at(now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)

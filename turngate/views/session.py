@@ -135,7 +135,8 @@ def load_session_view(store: Store, session_id: str, side: Collection[str] = ())
     preambles = store.preambles(row.key)
     if not all(_is_json(tools, list | dict) and _is_json(kwargs, dict) for tools, kwargs in preambles.values()):
         raise StoreError(
-            f"session {session_id}: its tools or template arguments are damaged on disk; the trace cannot be used"
+            f"session {session_id}: its tools or template arguments are damaged on disk, so its trace cannot be used; restore the store "
+            "from a backup, or delete the session"
         )
     outcome = store.outcomes.find(row.key)
     rewards = (outcome.turn_rewards or ()) if isinstance(outcome, RecordedOutcome) else ()

@@ -142,7 +142,6 @@ def describe_session(
 def _summarize(
     row: SessionRow, live: Session | None, outcome: RecordedOutcome | DamagedOutcome | None, excluded: str
 ) -> dict[str, Json]:
-    """Return the fields of a `SessionSummary`."""
     damaged = outcome.message if isinstance(outcome, DamagedOutcome) else ""
     return {
         "id": row.id,

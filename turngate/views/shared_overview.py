@@ -52,7 +52,7 @@ class SharedOverview:
     # ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def update(self, store: Store) -> bool:
-        """Update the lists from new events, for at most `_BACKGROUND_S` seconds. Return whether the lists are up to date."""
+        """Update the lists from new events, for about `_BACKGROUND_S` seconds. Return whether the lists are up to date."""
         shared = _require_shared(store)
         state, newest = shared.rollout_pages.state()
         is_due = time.monotonic() > self._updated + _SILENCE_CHECK_S
@@ -62,7 +62,7 @@ class SharedOverview:
         return self._update(shared, _BACKGROUND_S)
 
     def refresh(self, store: Store) -> int:
-        """Update the lists from new events, for at most `_UPDATE_S` seconds. Return the number of the last event that the lists include."""
+        """Update the lists from new events, for about `_UPDATE_S` seconds. Return the number of the last event that the lists include."""
         pages = _require_shared(store).rollout_pages
         state, newest = pages.state()
         if state.filled is not None or state.newest < newest:

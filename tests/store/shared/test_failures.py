@@ -96,7 +96,7 @@ class ServerError(Exception):
         (None, 'connection failed: FATAL:  database "x" does not exist', "does not exist; create the database first"),
         (None, 'FATAL:  password authentication failed for user "u"', "refused the login"),
         (None, "FATAL:  sorry, too many clients already", "no free connection; raise max_connections"),
-        (None, "connection to server at h failed: Connection refused\n\tIs the server", "cannot connect to NAME"),
+        (None, "connection to server at h failed: Connection refused\n\tIs the server", "cannot reach NAME"),
         ("25006", "cannot execute INSERT in a read-only transaction", "NAME is read-only"),
         ("28000", "role does not exist", "refused the login"),
         ("53100", "could not extend file", "no disk space left"),
@@ -118,7 +118,7 @@ def test_unusable_servers_are_named(postgres_server: PostgresServer, postgres_ur
     missing = postgres_server.url("no_such_database")
     with pytest.raises(ConfigError, match="no_such_database does not exist; create the database first"):
         open_shared(missing)
-    with pytest.raises(ConfigError, match=r"cannot connect to .*check that PostgreSQL runs"):
+    with pytest.raises(ConfigError, match=r"cannot reach .*check that PostgreSQL runs"):
         open_shared(f"postgresql://u@127.0.0.1:{free_port()}/db")
     with pytest.raises(ConfigError, match="refused the login"):
         open_shared(postgres_url.replace("turngate@", "nobody@"))
@@ -162,7 +162,7 @@ def test_store_goes_on_after_the_server_restarts() -> None:
             server.stop()
             reader.events.page("", 0, 9)
         for use in (store.events.newest, reader.events.newest, lambda: store.events.add(event("", "lost"))):
-            with pytest.raises(StoreError, match="shared store: cannot connect"):
+            with pytest.raises(StoreError, match="shared store: cannot reach"):
                 use()
         server.start()
         assert reader.events.newest() == 1 and store.events.add(event("", "after")) == 2

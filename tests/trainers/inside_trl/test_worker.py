@@ -212,7 +212,7 @@ async def test_stopped_worker_cannot_be_reused() -> None:
         await in_thread(worker.stop)
         assert worker.state().delivery == 1
         assert await is_drained(worker, 0.1)  # or a second `train()` would silently use them
-        with pytest.raises(RuntimeError, match="not running: it was stopped, and a worker serves only one run"):
+        with pytest.raises(RuntimeError, match="not running: the worker was stopped, and a worker serves only one run"):
             worker.check_health(scaled(5))
         with pytest.raises(ConfigError, match="create a new worker and trainer, and pass `checkpoint` to resume"):
             await in_thread(worker.update_model_version, 2)

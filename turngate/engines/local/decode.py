@@ -1,4 +1,4 @@
-"""One step for all sampling slots: the network, the draw, and the state between steps. It runs in the worker's thread.
+"""Decoding: in each step, compute the scores and draw one id for every slot that samples. It runs in the worker's thread.
 
 `Decoder` runs on a CPU, and `graphs.GraphDecoder` on a GPU.
 """
@@ -22,7 +22,10 @@ from turngate.types import ID_DTYPE, Ids, Logprobs
 
 
 class SlotStart(msgspec.Struct, frozen=True):
-    """The state in which a slot starts sampling. `token` is its last id, at `position`. `drawn` counts the tokens drawn so far."""
+    """The state in which a slot starts sampling. `token` is the slot's last id, and `position` is that id's index.
+
+    `drawn` is the number of tokens drawn so far.
+    """
 
     slot: int
     token: int

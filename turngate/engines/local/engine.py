@@ -154,8 +154,8 @@ class LocalEngine:
     async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
         """Pause sampling to change the weights.
 
-        With `drain`, running calls end first. Otherwise, they keep their sampled tokens and continue afterwards with the new weights.
-        Cached prefixes are recomputed, so each log-probability is computed with a single set of weights.
+        With `drain`, wait until running calls have finished. Otherwise, they keep their sampled tokens and continue afterwards with the new
+        weights. Cached prefixes are recomputed, so each log-probability is computed with a single set of weights.
 
         `version` is the policy version after the update. If it is set, chunks carry the version that sampled them. Otherwise the
         gateway records each chunk with the policy version that is current when the chunk arrives.
@@ -240,7 +240,7 @@ class LocalEngine:
     async def _load(self, folder: str | Path, version: int | None) -> None:
         """Load weights.
 
-        If `folder` is empty, or if this fails or is cancelled after weights may have changed, reject calls until another load succeeds.
+        If `folder` is empty, or if loading fails or is cancelled after weights may have changed, reject calls until another load succeeds.
         """
         if not folder:
             self._reject_calls()

@@ -1,9 +1,9 @@
 """The decoder for a GPU, where launching a thousand operations takes longer than a small model's computation.
 
-A step (the network, the draw, and the state for the next step) is recorded once as a CUDA graph and replayed with one launch. The next step
-can therefore be launched while the results of the previous one are being copied. A graph has a fixed number of rows, enough for
-every slot up to the last one that samples. Idle slots in these rows are computed too, but they write to the cache's spare position and
-their results are ignored.
+A step (run the network, draw ids, and update the state for the next step) is recorded once as a CUDA graph and replayed with one launch.
+The next step can therefore be launched while the results of the previous one are being copied. A graph has a fixed number of rows,
+enough for every slot up to the last one that samples. Idle slots in these rows are computed too, but they write to the cache's spare
+position and their results are ignored.
 """
 
 from __future__ import annotations

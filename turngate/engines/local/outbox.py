@@ -19,8 +19,8 @@ End = Literal["stop", "length"] | EngineError
 class SampledBatch(msgspec.Struct, frozen=True):
     """Tokens sampled since the last batch, sorted by call, and the calls that have ended.
 
-    `version` is the policy version of the weights, if it is known. `masks` maps the serial number of each call that requested
-    sampling masks to lists of ids: for each of its tokens, the ids that could have been sampled.
+    `version` is the policy version of the weights, if it is known. `masks` maps a call's serial number to its sampling masks: for each
+    token, the ids that could have been sampled. Only calls that requested masks are included.
     """
 
     serials: Places

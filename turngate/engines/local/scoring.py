@@ -45,7 +45,8 @@ class LocalScoring:
         shape = self._model.shape
         if len(ids) > shape.context:
             raise ContextOverflow(
-                f"{self.name}: the row has {len(ids)} tokens, but the model has a context of {shape.context} tokens"
+                f"{self.name}: the row has {len(ids)} tokens, but the model has a context of {shape.context} tokens; "
+                "use a model with a longer context"
             )
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocabulary:
             wrong = int(ids[(ids < 0) | (ids >= shape.vocabulary)][0])
@@ -56,7 +57,9 @@ class LocalScoring:
         if any(start < 1 for start, _ in spans):
             raise EngineRejected(f"{self.name}: the first token of a row has no context, so it cannot be scored")
         if top_k > shape.vocabulary:
-            raise EngineRejected(f"{self.name}: top_k is {top_k}, but the vocabulary has {shape.vocabulary} tokens")
+            raise EngineRejected(
+                f"{self.name}: top_k is {top_k}, but the vocabulary has {shape.vocabulary} tokens; use a smaller top_k"
+            )
         try:
             with self._lock, torch.no_grad():
                 row = torch.from_numpy(ids.astype(np.int64)).to(self._model.device)

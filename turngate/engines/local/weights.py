@@ -131,7 +131,10 @@ class _Folder:
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor. Raise `ConfigError` if it is missing, cannot be read, or does not have this shape."""
         if name not in self._files:
-            raise ConfigError(f"model folder: {self._folder} has no tensor {name}", param="model_folder")
+            raise ConfigError(
+                f"model folder: {self._folder} has no tensor {name}; check that the folder is complete",
+                param="model_folder",
+            )
         try:
             with safe_open(self._folder / self._files[name], "pt") as file:
                 tensor = file.get_tensor(name)
@@ -141,7 +144,8 @@ class _Folder:
             ) from None
         if tensor.shape != shape:
             raise ConfigError(
-                f"model folder: {self._folder}: {name} has shape {tuple(tensor.shape)}, but config.json requires {shape}",
+                f"model folder: {self._folder}: {name} has shape {tuple(tensor.shape)}, but config.json requires {shape}; "
+                "check that the weights and config.json belong to the same model",
                 param="model_folder",
             )
         return tensor

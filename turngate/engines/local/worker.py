@@ -45,7 +45,7 @@ class SamplingOrder(msgspec.Struct, frozen=True):
 
 
 class _Hold(msgspec.Struct):
-    """A request to pause sampling for a weight update. With `drain`, running calls end first."""
+    """A request to pause sampling for a weight update. With `drain`, running calls may finish first."""
 
     reached: Future[None]
     drain: bool
@@ -155,7 +155,7 @@ class Worker:
 
     def _abort_all(self) -> None:
         slots = list(self._running)
-        self._fail_all(EngineUnavailable("the local engine aborted all calls"), waiting=True)
+        self._fail_all(EngineUnavailable("the local engine aborted all calls; retry this call"), waiting=True)
         if slots:
             self._decoder.park(slots)
 

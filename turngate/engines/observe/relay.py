@@ -177,7 +177,7 @@ class StreamingRelay:
         raise AssertionError("`Reply.whole` always yields one batch with one event")
 
     async def _probe(self, path: str) -> list[Health]:
-        """Return the endpoint's health: whether it responds at `path`."""
+        """Return the endpoint's health: whether a GET of `path` returns status 200."""
         seen = Health(url=self._client.url, ok=True, in_flight=self._client.in_flight)
         try:
             await self._client.ping(path)

@@ -5,10 +5,10 @@ sampling), a stream is always requested, and items, tools and `include` are chan
 translated, and the provider is asked not to store them. Text is recorded, and with `capture="logprobs"` also its log-probabilities. The
 key is sent only in the `Authorization` header.
 
-Items that a `responses` call refers to by id are sent in full, because the provider does not know the gateway's ids. Item ids that the
-gateway created are removed, and encrypted items get back the id that the provider gave them. Tools for web search and image generation are
-removed, because they run at the provider, and the gateway cannot forward their items. Encrypted reasoning is requested unless the endpoint
-has rejected such a request.
+Items that a `responses` call refers to by id are sent in full, because the provider does not know the gateway's ids. Item ids and
+encrypted content that the gateway created are removed, and encrypted items get back the id that the provider gave them. Fields that occur
+only in calls over a WebSocket are removed. Tools for web search and image generation are removed, because they run at the provider, and the
+gateway cannot forward their items. Encrypted reasoning is requested unless the endpoint has rejected such a request.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _optional_includes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _restore_item(raw: msgspec.Raw) -> Json:
-    """Remove an item's id or placeholder if the gateway created it. Restore the id and encrypted content that the endpoint sent."""
+    """Remove an item's id and encrypted content if the gateway created them, or restore those that the endpoint sent."""
     if b"_tg" not in bytes(raw) and b'"encrypted_content"' not in bytes(raw):
         return raw
     item = msgspec.json.decode(raw)

@@ -18,7 +18,7 @@ _POLL_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 class AnnouncementWait:
-    """Waits until the shipper has announced a session. `wake` makes the shipper announce new sessions now, if it runs in this worker."""
+    """Waits briefly for the shipper to announce a session. `wake` makes a shipper in this worker announce new sessions now."""
 
     def __init__(self, outbox: OutboxTable, wake: Callable[[], None]) -> None:
         self._outbox = outbox

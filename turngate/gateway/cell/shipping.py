@@ -42,7 +42,7 @@ class ShipmentTarget(Protocol):
         """Return the id of the shared store's history, which changes when the store is restored from a backup.
 
         `position` contains the history that the cell knows and the last session that it shipped. If the cell knows the store's history, but
-        the session is missing, the store was restored, and this call gives it a new history id.
+        the session is missing, the store was restored, and this call gives the store a new history id.
         """
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
@@ -197,7 +197,8 @@ class Shipper:
 
     def _set_aside(self, row: UnshippedSession, message: str) -> None:
         log.error(
-            "a session cannot be shipped; it stays in this cell and is retried when it changes or the cell restarts: %s",
+            "cannot ship a session to the shared store: %s; the session stays in this cell and is tried again when it changes or when the "
+            "cell restarts",
             message,
         )
         self.outbox.mark_failed(row, message)

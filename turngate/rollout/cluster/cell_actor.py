@@ -62,7 +62,7 @@ class CellActor:
         self._progress: dict[str, OrderProgress] = {}  # by session: changes since `progress` was last called
 
     async def start(self) -> bytes:
-        """Start the cell if it has not been started yet. Return `RunnerReady` once it is ready, or `RunnerFailed` with the reason."""
+        """Start the cell unless it has been started. Return an encoded `RunnerReady` once it is ready, or `RunnerFailed` if it fails."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._process = await asyncio.create_subprocess_exec(
@@ -80,7 +80,7 @@ class CellActor:
         return msgspec.json.encode(await asyncio.shield(self._ready))
 
     async def run(self, order: bytes, archive: list[Any]) -> bytes:
-        """Run an order to its end, and return how it ended. Raise `CellUnusable` if the cell exits first.
+        """Run an order to its end, and return an encoded `OrderEnded`. Raise `CellUnusable` if the cell exits first.
 
         `archive` is a list with the Ray reference to the task's archive. It is empty if the task has no archive.
         """
@@ -107,7 +107,7 @@ class CellActor:
         return msgspec.json.encode(await asyncio.shield(ended))
 
     async def cancel(self, session: str) -> None:
-        """Cancel an order. The call to `run` then returns without a result."""
+        """Cancel an order if it is running. The call to `run` then returns an `OrderEnded` without a result."""
         self._write(msgspec.json.encode(CancelOrder(session)))
 
     async def progress(self) -> bytes:
@@ -116,7 +116,7 @@ class CellActor:
         return msgspec.json.encode(found)
 
     async def close(self) -> None:
-        """Cancel all orders, remove their sandboxes, ship the recorded sessions, and end the process."""
+        """Cancel all orders, remove their sandboxes, ship the recorded sessions to the shared store, and end the process."""
         process = self._process
         if process is None or process.stdin is None:
             return

@@ -70,7 +70,7 @@ class CellProcess:
         self._supervising = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """Stop the gateway. Before it ends, it ships as many of the recorded sessions as it can."""
+        """Stop the gateway. Before it ends, it ships as many recorded sessions to the shared store as it can."""
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.wait([self._supervising])

@@ -209,7 +209,10 @@ class _RayAttempt:
         return await self._confirm(ended.result, cell)
 
     async def _call(self, cell: PlacedCell, archive: list[Any]) -> OrderEnded:
-        """Send the order to the cell. Unless the actor died, repeat a failed call a few times. The cell runs the order only once."""
+        """Send the order to the cell, and return the reply. Unless the actor has died, repeat a failed call a few times.
+
+        The cell runs the order only once.
+        """
         data = encode_order(self._order)
         for pause in (*_REPEAT_S, None):
             try:

@@ -113,7 +113,7 @@ class RayConnection:
         self._ray.kill(actor, no_restart=True)
 
     async def call(self, reference: Any) -> Any:
-        """Wait for the result of a call. Raise `CallFailed` if it fails for any reason. Cancelling this method does not cancel the call."""
+        """Wait for the result of a call. Raise `CallFailed` if the call fails. Cancelling this method does not cancel the call."""
         calling = asyncio.wrap_future(reference.future())
         # Mark the exception as retrieved.
         calling.add_done_callback(lambda done: None if done.cancelled() else done.exception())

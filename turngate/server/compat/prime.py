@@ -123,7 +123,7 @@ class PrimeRoutes:
         )
 
     async def trajectory(self, request: Request) -> Response:
-        """Return the turns of a rollout with their tokens."""
+        """Return the turns of a rollout with their tokens. Side calls and the like are included only if their roles are trained."""
         build, rollout = self._session_views.build, request.path_params["id"]
         return raw_json_response(await build(rollout, _encode_trajectory, (ROUTED_EXPERTS,)))
 

@@ -68,7 +68,7 @@ class EventStreamRoutes:
         return self._respond(self._stream_events(request, session, self._start_cursor(request, query.after)))
 
     def _start_cursor(self, request: Request, after: str) -> int:
-        """Return the cursor after which the stream starts: the last event that the client received or, without one, the newest event."""
+        """Return the number after which the stream starts. Without a cursor, this is the number of the newest event."""
         has_cursor = request.headers.get("last-event-id") or after
         newest = self._events.newest()
         if not has_cursor:

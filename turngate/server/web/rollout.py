@@ -36,7 +36,10 @@ class RolloutMessagesQuery(msgspec.Struct, frozen=True):
 
 
 class RolloutTokensQuery(msgspec.Struct, frozen=True):
-    """Query parameters. The reply starts at token `token` of node `node`. `branch` limits it to the tokens of one branch."""
+    """Query parameters. The reply starts at token `token` of node `node`, by default the first node.
+
+    `branch` limits the reply to the tokens of one branch.
+    """
 
     node: Whole | None = None
     branch: Whole | None = None
@@ -51,7 +54,7 @@ class RolloutRoutes:
         self._sessions = sessions
 
     async def show(self, request: Request) -> Response:
-        """Return the header of a rollout."""
+        """Return the header of a rollout's page."""
         session = request.path_params["id"]
         live = self._sessions.find_live(session)
         state = None if live is None else {"in_flight": live.in_flight, "last_error": live.last_error}

@@ -153,7 +153,7 @@ class ViewCache:
         return facts
 
     def group_of(self, store: Store, *, session: str) -> list[tuple[str, int]]:
-        """Return all rollouts in the group of this rollout, or only the rollout itself if it has no group."""
+        """Return the session ids and session keys of the rollouts in this rollout's group, or only its own if it has no group."""
         row, key, _ = self.overview.rollout(store, session)
         if not key:
             raise NotFound(f"rollout {row.id!r} has no session, so nothing was recorded")

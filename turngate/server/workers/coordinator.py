@@ -87,7 +87,10 @@ class Coordinator:
         ]
 
     async def restore_fence(self) -> None:
-        """Restore the fence from the store before serving. Worker 0 also ends a pause when it expires, and resumes engines left frozen."""
+        """Restore the fence from the store before serving.
+
+        Worker 0 also ends a pause when it expires, and resumes engines that were left frozen.
+        """
         fence = self._gateway.fence
         version, model = self._gateway.fence_state.read_policy()
         fence.resume(version, model)

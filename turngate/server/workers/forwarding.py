@@ -233,9 +233,9 @@ class ForwardingApp:
         return self._shard.number if session_id is None else self._shard.owner(session_id)
 
     def _is_authorized(self, scope: Scope) -> bool:
-        """Return whether the request is authorized.
+        """Return whether the request has a valid key or, for the page, a valid login cookie, or needs no key (`Auth.trusts`).
 
-        The page needs a valid cookie. Other requests need a valid key, unless `Auth.trusts` accepts them without one.
+        The worker that serves the request checks whether the key grants access.
         """
         project = self._gateway.choose(scope)
         if is_page_path(scope["path"]):

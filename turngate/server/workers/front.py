@@ -261,7 +261,7 @@ class WorkerProcess:
                 await asyncio.wait_for(stopping.wait(), pause)
 
     async def _run_process(self, stopping: asyncio.Event) -> int:
-        """Run the process until it exits. Return its exit code."""
+        """Run the process until it exits, or terminate it once `stopping` is set. Return its exit code."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)

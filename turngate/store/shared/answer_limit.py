@@ -30,7 +30,7 @@ class AnswerLimit:
         """Connect with psycopg (`driver`). Raise `StoreError` without trying if the server has just failed to answer."""
         if time.monotonic() < self._silent_until:
             raise StoreError(
-                f"{self._name} does not answer; a new connection is attempted at most every {_PAUSE_S:.0f} s"
+                f"{self._name} does not answer; check the PostgreSQL server (a new connection is attempted at most every {_PAUSE_S:.0f} s)"
             )
         limit = self
 

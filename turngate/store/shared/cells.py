@@ -64,9 +64,9 @@ class CellTable:
         self._reading = reading
 
     def register(self, cell: str, name: str, url: str, ttl_s: float, previous: Iterable[str] = ()) -> list[str]:
-        """Register a cell that is starting. Move the running attempts of its `previous` ids to it, and return these ids.
+        """Register a cell that is starting, and move the running attempts of its earlier ids (`previous`) to it.
 
-        Ids that were declared lost are skipped.
+        Ids that were declared lost are skipped. Return the other ids.
         """
         with self._writing() as db:
             adopted = [old for old in previous if old != cell and self._adopt(db, old, cell)]

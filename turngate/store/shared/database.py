@@ -87,7 +87,10 @@ class SharedDatabase:
     version = SCHEMA_VERSION
 
     def __init__(self, url: DatabaseUrl, *, read_only: bool = False, answer_s: float | None = None) -> None:
-        """Connect to the database. A statement that takes longer than `answer_s` seconds fails; None means no limit."""
+        """Connect to the database. Unless `read_only` is set, create or upgrade its tables.
+
+        After that, a statement that takes longer than `answer_s` seconds fails. None means no limit.
+        """
         self.url = url
         lock_s = _LOCK_S if answer_s is None else max(1, round(answer_s * 0.8))
         begin = _BEGIN.format(lock_s)
@@ -133,7 +136,7 @@ class SharedDatabase:
             problem = ConfigError if version else NoRecordings
             raise problem(
                 f"data: the shared store {self.url.name} {found}; "
-                f"start `turngate serve --data {main}` once to bring it to version {tables.SHARED_VERSION}",
+                f"start `turngate serve --data {main}` once to create or upgrade its tables",
                 param="data",
             )
 
@@ -181,7 +184,7 @@ class SharedDatabase:
 
     @contextmanager
     def _handling_errors(self) -> Iterator[None]:
-        """Let only one thread write at a time. If the block raises, roll back, and turn PostgreSQL errors into `StoreError`."""
+        """Let only one thread write at a time. If the block fails, roll back, and turn PostgreSQL errors into `StoreError`."""
         if self._read_only:
             raise StoreError("cannot write to the shared store: it was opened read-only")
         with self._mutex:
@@ -293,7 +296,7 @@ class SharedDatabase:
 
     def _connect(self) -> psycopg.Connection:
         if self._closed:
-            raise StoreError("the shared store is closed")
+            raise StoreError("the shared store is closed: the gateway is stopping, or the project was deleted")
         limit = self._limit
         connect = self._psycopg.connect if limit is None else partial(limit.connect, self._psycopg)
         try:

@@ -34,7 +34,7 @@ _BY_TEXT = (
     ("shutting down", "57"),
 )
 _REJECTED_VALUES = ("22", "54")  # classes of SQLSTATE: invalid data, and limits such as the size of an index entry
-_UNREACHABLE = "cannot connect to {name} ({error}); check that PostgreSQL runs there and accepts connections"
+_UNREACHABLE = "cannot reach {name} ({error}); check that PostgreSQL runs there and accepts connections"
 
 
 def describe_error(error: psycopg.Error, name: str) -> str:

@@ -99,7 +99,10 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 class RolloutPages:
-    """Reads the lists of rollouts and groups. Other processes may be updating them at the same time."""
+    """Reads the lists of rollouts and groups. Other processes may be updating them at the same time.
+
+    A method with a `prefix` covers only groups with names that start with this prefix. An empty prefix means all rollouts.
+    """
 
     def __init__(self, reading: Connect) -> None:
         self._reading = reading
@@ -170,9 +173,9 @@ class RolloutPages:
         return int(self._one("SELECT coalesce(max(attempt), 0) FROM rollout_list WHERE name=?", (name,))[0])
 
     def find_changed(self, after: int, last: int, limit: int) -> list[str]:
-        """Return the ids of the sessions that have events numbered from `after` + 1 to `last`.
+        """Return the ids of the sessions, and the names (`batch:ID`) of the batches, that have events numbered from `after` + 1 to `last`.
 
-        At most `limit` + 1 ids are returned: the extra one shows that there are more than `limit`. Only the first 20,000 of these events
+        At most `limit` + 1 values are returned: the extra one shows that there are more than `limit`. Only the first 20,000 of these events
         are read.
         """
         query = (
@@ -205,7 +208,7 @@ class RolloutPages:
         return self._deliveries("WHERE team=? ORDER BY seq", (group,))
 
     def last_deliveries(self, prefix: str, limit: int) -> list[DeliverySummary]:
-        """Return the last `limit` deliveries of groups with names that start with `prefix`, oldest first.
+        """Return the last `limit` deliveries, oldest first.
 
         A group may be delivered in parts. A summary also covers the rollouts of earlier parts, but not those whose outcomes were recorded
         after the delivery.
@@ -237,7 +240,7 @@ class RolloutPages:
     def trends(
         self, prefix: str, width: float, versions: Sequence[tuple[float, int]], first: int | None
     ) -> list[TrendPoint]:
-        """Return totals of the rollouts with an outcome whose group names start with `prefix`, in intervals of `width` seconds.
+        """Return totals of the rollouts with an outcome, in intervals of `width` seconds.
 
         `versions` has (time, version) for each policy version that became active. `first` is the version that was active before these, or
         None if it is unknown.
@@ -258,7 +261,7 @@ class RolloutPages:
     def reward_totals(self, prefix: str) -> list[tuple[str, str, int, float, int]]:
         """Return (task, kind of task, policy version, sum of the rewards, number of graded rollouts) for each task and version.
 
-        Only rollouts of groups with names that start with `prefix` are counted. The version is the one with which a rollout started.
+        The version is the one with which a rollout started.
         """
         where, values = _starting_with(prefix)
         query = (
@@ -297,7 +300,7 @@ class RolloutPages:
             return db.execute(query, (list(versions), *values, most)).fetchall()
 
     def throughput(self, bucket_s: float, width: float) -> list[tuple[int, list[int]]]:
-        """Return the number of turns, tokens and outcomes in each interval of `width` seconds.
+        """Return the number of turns, sampled tokens and outcomes in each interval of `width` seconds.
 
         `bucket_s` is the length of the stored intervals, which are added up.
         """
@@ -311,7 +314,7 @@ class RolloutPages:
     def failures(self, prefix: str, limit: int, examples: int) -> tuple[dict[str, int], list[FailureCount]]:
         """Return the number of failures of each class, and the `limit` most frequent texts of each class.
 
-        Each text comes with its number of rollouts, and the ids of the newest of these rollouts, at most `examples`.
+        Each text comes with its number of rollouts, and with the ids of up to `examples` of these rollouts, newest first.
         """
         where, values = _starting_with(prefix)
         query = (

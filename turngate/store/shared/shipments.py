@@ -226,7 +226,7 @@ class ShipmentWriter:
         return history
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the ids of those sessions that are missing from the store, or whose newest event is missing there.
+        """Return the ids of the given sessions that are missing from the store, or whose newest event is missing there.
 
         Each session is given as its id and the number of its newest event. Sessions that were deleted from the shared store do not
         count as missing.

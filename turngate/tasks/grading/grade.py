@@ -87,7 +87,10 @@ async def _grade_work(task: Task, work: Work | None, environment: GradingEnviron
 async def _grade_with(
     task: Task, grader: SingleGrader, work: Work | None, environment: GradingEnvironment, log: GraderLog
 ) -> Grade:
-    """Grade with one grader. If it gives no reward for the work, run the control to find out whether the task or the work is at fault."""
+    """Grade with one grader.
+
+    If it gives no reward for the work, run it on the untouched task to find out whether the task or the work is at fault.
+    """
     control = partial(_run_control, task, grader, environment)
     try:
         return (await _run_with_retry(task, grader, work, environment, log)).grade
@@ -135,7 +138,10 @@ def _describe_loss(error: SandboxError) -> str:
 async def _run_on_work(
     task: Task, grader: SingleGrader, work: Work, environment: GradingEnvironment, log: GraderLog
 ) -> GraderResult:
-    """Run a grader on the work. Convert an unexpected error to `Undecided`, so that the control shows whether the work caused it."""
+    """Run a grader on the work.
+
+    Convert an unexpected error to `Undecided`, so that a run on the untouched task shows whether the work caused the error.
+    """
     try:
         return await _run_grader(task, grader, work, environment, log)
     except (Undecided, TurngateError, OSError):
@@ -193,7 +199,10 @@ async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnv
 
 
 def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int, int]]:
-    """Return the path, size and modification time of the files that set up the task or grade it, so that an edit reruns the control."""
+    """Return the path, size and modification time of the files that set up the task or grade it, so that an edit reruns the control.
+
+    Modules that a grading function imports are not included.
+    """
     paths = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
     if isinstance(grader, Function) and (file := function.find_function_file(task, grader.name)) is not None:
         paths.append(file)

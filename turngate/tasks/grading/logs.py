@@ -5,7 +5,7 @@
 | `pytest` | our own, for pytest's short summary (`-rA`) and its progress lines (`-v`, with or without xdist) |
 | `unittest` | our own, for `python -m unittest -v` |
 | `swebench:<owner/repo>` | the `swebench` package's parser for that repository (extra `swe`) |
-| `swebench:<parser>`, `rebench:<parser>` | the `swebench` parser with that name, as used in rows: `parse_log_pytest` … |
+| `swebench:<parser>`, `rebench:<parser>` | the `swebench` package's parser with that name, such as `parse_log_pytest` (extra `swe`) |
 
 The agent's code can write anything to a log, so parsing must be fast for any input. Our own parsers take linear time. Those of `swebench`
 do not, so they run in a separate process with a time limit.
@@ -56,7 +56,7 @@ def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
 
 
 def require_parser(name: str) -> None:
-    """Raise `TaskError` if no such parser exists.
+    """Raise `TaskError` if no parser has this name.
 
     Raise `ConfigError` if the parser needs the `swebench` package, but the package is not installed or cannot be imported.
     """

@@ -1,7 +1,7 @@
 """Run a test command in a sandbox, while the witness (`witness.py`) records what each test does.
 
-The SWE grader and `turngate tasks make repairs` both run tests in this way. The log is the output between two markers. Inside
-the sandbox, only the wrapping shell knows them.
+The SWE grader and `turngate tasks make repairs` both run tests in this way. The log is the output between two markers. In the sandbox, only
+the shell that starts the command knows the markers.
 """
 
 from __future__ import annotations

@@ -36,9 +36,11 @@ _HOST_ERRORS = (
 
 
 class Undecided(Exception):
-    """The grader gave no valid grade. The control (`grade.py`) decides whether the task or the work is at fault.
+    """The grader gave no valid grade.
 
-    `output` is the end of the grader's output, safe to print. It is empty if the output does not explain the failure.
+    If it graded an agent's work, a run of the grader on the untouched task then shows whether the task or the work is at fault.
+
+    `output` is the end of the grader's output, safe to print. It may be empty.
     """
 
     def __init__(self, reason: str, output: str = "") -> None:
@@ -47,7 +49,7 @@ class Undecided(Exception):
 
 
 class OutputUnreadable(SandboxError):
-    """The output in the grader's sandbox cannot be read. If this happens twice with the same work, the control decides what is at fault."""
+    """The output in the grader's sandbox cannot be read. If this happens twice with the same work, `Undecided` is raised."""
 
 
 @contextmanager

@@ -107,7 +107,7 @@ async def _stop_sandbox(task: Task, sandbox: Sandbox) -> None:
 
 
 def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[str, str]:
-    """Return the folders for tests and logs. These are /tests and /logs, unless the sandbox shares the host's file system."""
+    """Return the folders for tests and logs: /tests and /logs, or folders below $HOME if the sandbox shares the host's file system."""
     if environment.backend.relocates:
         return TESTS, LOGS
     return f"{sandbox.home}/grading{TESTS}", f"{sandbox.home}/grading{LOGS}"
@@ -118,8 +118,8 @@ async def upload_work(
 ) -> tuple[str, ...]:
     """Replace the content of the sandbox's working folder with the agent's work.
 
-    The original `.git` is kept, unless `git` is set and the work includes a `.git`. A rubric's graders share one work, so it can include a
-    `.git` that this grader does not need.
+    The original `.git` is kept, unless `git` is set and the work includes a `.git`. All graders of a rubric get the same copy of the work,
+    which may include a `.git` that this grader does not need.
 
     Files that the agent deleted are deleted in the sandbox too. Python caches are not copied: Python accepts an outdated cache if the
     source changed within the same second and kept its length, so the work could otherwise be graded with outdated code.

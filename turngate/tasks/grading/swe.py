@@ -145,9 +145,9 @@ async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: 
 class _TestFiles:
     """A predicate that returns whether a file belongs to the tests.
 
-    The tests include the files that the test patch touches, the test folders around them, the files that the cases name, and files that
-    control the runner. Without a test patch, they also include the test folders around the files that the cases name. `base` lists
-    the files of the fresh checkout.
+    The tests include the files that the test patch touches, the test folders around them, the files with the task's test cases, and files
+    that control how tests are run. Without a test patch, they also include the test folders around the files with the test cases. `base`
+    lists the files of the fresh checkout.
     """
 
     def __init__(self, changed: Sequence[str], base: Iterable[str], cases: Iterable[str]) -> None:
@@ -190,7 +190,7 @@ def _shadowing_parts(parts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _case_file(case: str) -> str:
-    """Return the file that a case names.
+    """Return the file part of the name of a test case, such as `tests/test_sums.py::test_add`.
 
     Return an empty string for a doctest (`shop/sums.py::shop.sums.total`), whose file is not a test file.
     """
@@ -412,8 +412,8 @@ async def _run_tests(
         raise Undecided("the test run was cut short")
     if hidden := run.report.find_hidden(base):
         raise Undecided(
-            f"the tests cannot import {', '.join(hidden[:3])}: pytest itself imports another module of this name, and the tests get "
-            "that one, whatever the work is; remove the task"
+            f"the tests cannot import {', '.join(hidden[:3])}, because pytest itself imports other modules of the same names; no work can "
+            "change that, so remove the task"
         )
     cases = await asyncio.to_thread(parse_log, grader.parser, run.log)
     report = run.report

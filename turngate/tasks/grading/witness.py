@@ -137,7 +137,10 @@ def _get(one, name):
 
 
 def _reachable_code(value, get=_get, most=MAX_VISITED, module_type=type(sys)):
-    """Return the code of all functions that are reachable from `value` through closures, and through attributes that decorators use."""
+    """Return the code of functions that are reachable from `value` through closures, and through attributes that decorators use.
+
+    Visit at most `most` objects.
+    """
     seen, queue, found = {}, [value], []  # `seen` keeps the objects alive, because ids are reused
     while queue and len(seen) < most:
         one = queue.pop(0)

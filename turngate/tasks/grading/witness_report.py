@@ -33,7 +33,7 @@ class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
     replaced: frozenset[str] = frozenset()  # tests whose own function did not run
     tampered: frozenset[str] = frozenset()  # parts of pytest that were changed during the run
     imported: tuple[str, ...] = ()  # modules that pytest needs, which were imported from outside the working folder
-    places: tuple[str, ...] = ()  # folders in the working folder from which tests import other modules first
+    places: tuple[str, ...] = ()  # folders in the working folder that tests search first for modules
 
     def find_hidden(self, files: Collection[str]) -> tuple[str, ...]:
         """Return the modules among `files` that tests cannot import, because pytest itself imported other modules with the same names.

@@ -1,8 +1,8 @@
 """Collect the agent's work: copy its working folder to the host after all of its processes have ended.
 
 The agent controls the content of this folder. Devices, pipes, absolute links, and links that could point outside the folder are left out
-and reported, so that they cannot fail a rollout. Unless a grader needs it, the agent's `.git` is left out, because its hooks, filters and
-settings can make git run the agent's code.
+and reported, so that they cannot make a rollout fail. Unless a grader needs it, the agent's `.git` is left out, because its hooks,
+filters and settings can make git run the agent's code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def needs_git(task: Task) -> bool:
 
 
 def format_names(lines: Sequence[str]) -> tuple[str, ...]:
-    """Format names for display: limit their number and length, and replace control characters."""
+    """Format names for display: limit their number and length, and replace unprintable characters."""
     short = [make_encodable("".join(c if c.isprintable() else "�" for c in line[:300])) for line in lines[:_MOST_NAMED]]
     more = [f"and {len(lines) - _MOST_NAMED} more"] if len(lines) > _MOST_NAMED else []
     return (*short, *more)

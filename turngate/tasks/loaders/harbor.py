@@ -6,7 +6,7 @@
       environment/Dockerfile the image, for the docker sandbox
       tests/test.sh          grades the outcome; copied to /tests in the grader's sandbox, never to the agent's sandbox
       tests/run.sh           runs the agent's work in a separate sandbox; test.sh then sees only its output in /logs/probe
-      solution/solve.sh      the reference solution, which proves the task
+      solution/solve.sh      the reference solution, which must score 1
       files/                 the agent's initial working folder
       setup.sh               a script that runs in the working folder before the agent starts
 
@@ -378,6 +378,6 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise TaskError(f"task: {path} is not UTF-8 text", param="task") from None
+        raise TaskError(f"task: {path} is not UTF-8 text; save it as UTF-8", param="task") from None
     except OSError as error:
         raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="task") from None

@@ -404,7 +404,7 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
     if repo not in known or version not in known[repo]:
         raise row.error(
             "install_config",
-            f"{missing}; the installed swebench package has no test commands for {repo} {version}, either",
+            f"{missing}; the installed swebench package has no test commands for {repo} {version} either",
         )
     spec = known[repo][version]
     command = spec["test_cmd"]
@@ -423,10 +423,10 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
 
 
 def _reinstall_command(install: str) -> str:
-    """Return a command that reinstalls the project after the work has been copied in. The command succeeds even if reinstalling fails.
+    """Return a command that reinstalls the project after the work has been copied in, or an empty string if `install` is blank.
 
-    Without a network, pip cannot download build dependencies, but the image already has everything installed. The data sets' own harnesses
-    also ignore such a failure.
+    The command succeeds even if reinstalling fails. Without a network, pip cannot download build dependencies, but the image already has
+    everything installed. The data sets' own harnesses also ignore such a failure.
     """
     if not install.strip():
         return ""
@@ -435,7 +435,7 @@ def _reinstall_command(install: str) -> str:
 
 
 def find_test_files(patch: str) -> tuple[str, ...]:
-    """Return the files that a test patch adds or changes, except those that cannot be passed to a test runner."""
+    """Return the files that a test patch adds or changes, except files such as .json or .md, which cannot be passed to a test runner."""
     parts = _DIFF_HEADER.split(patch)
     files = {}
     for new, rest in zip(parts[2::3], parts[3::3], strict=True):

@@ -122,7 +122,7 @@ async def make_repairs(
 ) -> PackageRepairs:
     """Try bugs until there are `settings.per_package` repairs, but try at most `TRIES_PER_TASK` bugs per requested repair.
 
-    Raise `TaskError` if the package's tests do not run.
+    Raise `TaskError` if the unchanged package's tests take too long, if some cannot run, or if none passes.
     """
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(open_bench(package, backend, settings.image))

@@ -102,7 +102,7 @@ class TestRun(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     hidden: tuple[
         str, ...
-    ] = ()  # modules of the package that tests cannot import, because pytest imports others of the same names
+    ] = ()  # modules of the package that tests cannot import, because pytest imports other modules of the same names
 
     @property
     def passed(self) -> frozenset[str]:
@@ -193,7 +193,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_baseline(bench: Bench, package: Package) -> Baseline:
-    """Run the tests of the unchanged package twice. Raise `TaskError` if they take too long, cannot all be run, or none of them passes."""
+    """Run the tests of the unchanged package twice. Raise `TaskError` if they take too long, if some cannot run, or if none passes."""
     runs = []
     for _ in range(2):
         run = await bench.run_tests({}, FIRST_LIMIT_S)

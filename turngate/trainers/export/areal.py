@@ -20,7 +20,7 @@ from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS
 
 FIELDS = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
 NO_VERSION = -1  # of a token that is not trained
-UNKNOWN_REWARD = "its reward is unknown, and the format requires a number"
+UNKNOWN_REWARD = "a rollout with an unknown reward (the format requires a number)"
 _COLUMNS = {
     "input_ids": "id[]",
     "loss_mask": "bit[]",

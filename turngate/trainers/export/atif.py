@@ -48,7 +48,7 @@ class Atif:
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         for rollout in group.selected:
             if not rollout.branches:
-                exclusions.add("it has no turns")
+                exclusions.add("a rollout without turns")
                 continue
             yield _build_record(rollout, choices)
 

@@ -84,7 +84,7 @@ _TEACHER_FLAGS = ("teacher_cache", "tokenizer")
 
 
 def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] = ()) -> ExportChoices:
-    """Return the options with the form filled in: the first of `forms`, unless a form is already set.
+    """Return the options. If no form is set, fill in the first of `forms`, if any.
 
     Raise `ConfigError` if an option that is not in `known` or a form that is not in `forms` is set, or if options contradict each other.
     """

@@ -77,11 +77,11 @@ class Dpo:
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         if not group.name:
-            exclusions.add("it has no group, so it cannot be compared", len(group.selected))
+            exclusions.add("a rollout that cannot be compared, because it has no group", len(group.selected))
             return
         rollouts = list(select_trainable(group, exclusions))
         scored = [one for one in rollouts if one.reward is not None]
-        exclusions.add("its reward is unknown, so it cannot be compared", len(rollouts) - len(scored))
+        exclusions.add("a rollout that cannot be compared, because its reward is unknown", len(rollouts) - len(scored))
         if len({one.reward for one in scored}) < 2:
             exclusions.add("a group without two different rewards", bool(scored))
             return

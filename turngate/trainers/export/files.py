@@ -131,7 +131,7 @@ def encode_json(record: object) -> bytes:
         try:
             return json.dumps(record, default=_to_list).encode()
         except RecursionError:
-            raise UnwritableRecord("its content is nested too deeply for JSON") from None
+            raise UnwritableRecord("a record that is nested too deeply for JSON") from None
 
 
 def _to_fragment(value: object) -> Json:

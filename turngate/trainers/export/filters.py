@@ -8,7 +8,7 @@ from turngate.rollout.reference import REPLAYED
 from turngate.trace.advantage import is_too_large
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 
-TOO_LARGE = "its reward is too large to compute with"
+TOO_LARGE = "a rollout whose reward is too large to compute with"
 
 
 def select_trainable(
@@ -16,15 +16,15 @@ def select_trainable(
 ) -> Iterator[RecordedRollout]:
     """Yield the selected rollouts that can be trained on, and count the others in `exclusions`.
 
-    A rollout is left out if a scripted model replayed a reference solution in it, if its outcome is "invalid task" or "infrastructure
-    fault", if a refused call excludes it, or if it has no trainable rows. `allow_untrained` lifts the last condition. With `uses_reward`, a
-    rollout is also left out if its reward is too large to compute with.
+    A rollout is left out if it is marked as a replay by a scripted model, if its outcome is "invalid task" or "infrastructure fault", or if
+    a refused call excludes it. It is also left out if it has no trainable rows, unless `allow_untrained` is set, or if its reward is too
+    large to compute with and `uses_reward` is set.
     """
     for rollout in group.selected:
         if replayed := rollout.metadata(REPLAYED):
-            exclusions.add(f"a scripted model replayed it ({replayed})")
+            exclusions.add(f"a rollout with a scripted model instead of a real one (replayed: {replayed})")
         elif not rollout.has_valid_outcome:
-            exclusions.add(f"{rollout.kind}: not the agent's fault")
+            exclusions.add(f"a rollout that ended as {rollout.kind!r}, which is not the agent's fault")
         elif rollout.is_excluded or (not allow_untrained and not rollout.rows):
             exclusions.add(rollout.explain_untrained())
         elif uses_reward and has_too_large_reward(rollout):

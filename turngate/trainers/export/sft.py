@@ -82,7 +82,9 @@ def build_examples(rollout: RecordedRollout, choices: ExportChoices, exclusions:
             exclusions.add(_MIXED_ROW)
     if not count:
         token_ids = ", have token ids" if choices.form == "tokens" else ""
-        exclusions.add(f"it has no turn to imitate: such a turn must be complete{token_ids} and have a trained role")
+        exclusions.add(
+            f"a rollout without a turn to imitate: such a turn must be complete{token_ids} and have a trained role"
+        )
 
 
 def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]]]:

@@ -183,11 +183,11 @@ class RecordedRollout:
         return bool(find_exclusion(self.session.trace.refused, self.session.config.policy))
 
     def explain_untrained(self) -> str:
-        """Explain why no token of the rollout is trained, and what to change."""
+        """Return why no token of the rollout is trained, and what to change, as a reason for `Exclusions`."""
         trace = self.session.trace
         masked = None if self._masks else ()
         report = report_training(trace, assign_roles(trace), self.session.config.policy, masked=masked)
-        return f"it has nothing to train on: {report.reason}; {report.fix}"
+        return f"a rollout with nothing to train on: {report.reason}; {report.fix}"
 
     @property
     def has_valid_outcome(self) -> bool:
@@ -205,7 +205,10 @@ class RecordedRollout:
 
 
 class RecordedGroup:
-    """The rollouts of a group. Those in `selected` are exported. Those in `others` are loaded only for formats that need whole groups."""
+    """The rollouts of a group. `selected` contains those that match the filter.
+
+    `others` contains the remaining rollouts if the format needs whole groups, and is empty otherwise.
+    """
 
     def __init__(self, name: str, selected: list[RecordedRollout], others: list[RecordedRollout]) -> None:
         self.name = name  # empty for a rollout without a group
@@ -267,13 +270,13 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
                 self._note_matches(row, outcome)
                 if row.damaged:
                     if self._filter.may_match(row, outcome):
-                        self._exclusions.add(row.damaged)
+                        self._exclusions.add(f"a rollout: {row.damaged}")
                     continue
                 matches = self._filter.matches(row, outcome)
                 why = excluded.get(row.key) or ("" if row.status == "sealed" else f"its session is {row.status}")
                 if why and not self._filter.unfinished:
                     if matches:
-                        self._exclusions.add(f"{why} (--unfinished includes it)")
+                        self._exclusions.add(f"a rollout: {why} (--unfinished includes it)")
                     continue
                 newest_first.append((find_group(row, outcome), row.key, matches))
         for name, key, matches in reversed(newest_first):
@@ -293,16 +296,16 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
     def _load(self, key: int) -> RecordedRollout | None:
         row = self.store.find_key(key)
         if row is None:
-            self._exclusions.add("its session was deleted during the export")
+            self._exclusions.add("a rollout whose session was deleted during the export")
             return None
         outcome = self.store.outcomes.find(key)
         if isinstance(outcome, DamagedOutcome):  # damaged since the index was built
-            self._exclusions.add(outcome.message)
+            self._exclusions.add(f"a rollout: {outcome.message}")
             return None
         try:
             session = self.store.load(row)
         except StoreError:
-            self._exclusions.add("its trace is damaged on disk")
+            self._exclusions.add("a rollout whose trace is damaged on disk")
             return None
         return RecordedRollout(self.store, row, session, outcome, self.teacher, self.masks)
 

@@ -37,4 +37,6 @@ def split_row(row: Sample) -> SplitRow:
 FILLED_LOGPROBS = (
     "the difference between a missing log-probability and 0.0: tokens without one have 0.0, and are masked"
 )
-ROW_WEIGHTS = "equal weighting of rollouts that have several rows: the trainer must apply the `weight` of each row"
+ROW_WEIGHTS = (
+    "equal weights for rollouts with different numbers of rows: the trainer must apply the `weight` of each row"
+)

@@ -20,8 +20,8 @@ from turngate.trainers.export.rows import compute_group_advantages, describe_rol
 from turngate.trainers.export.source import Exclusions, RecordedGroup
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS
 
-UNKNOWN_REWARD = "it has no advantage, because its reward is unknown"
-ONLY_REWARD = "it has no advantage, because its group has no other reward to compare it with"
+UNKNOWN_REWARD = "a rollout without an advantage, because its reward is unknown"
+ONLY_REWARD = "a rollout without an advantage, because its group has no other reward to compare with"
 _COLUMNS = {"model_input": "id[]", "loss_fn_inputs": "json", "mask": "bit[]", "metadata": "json"}
 
 

@@ -83,7 +83,7 @@ class Tree:
             try:
                 tree = build_tree(rows)
             except UnequalSideData as error:
-                exclusions.add(f"{error}, so one tree cannot hold it; use the format `rows`")
+                exclusions.add(f"a rollout: {error}, so one tree cannot hold the data; use the format `rows`")
                 continue
             count_missing_rewards(rollout, choices, exclusions, credited)
             for row in rows:
@@ -178,7 +178,7 @@ def _check_turn_values(exported: ExportedTree) -> None:
         rewards = exported.turn_rewards[number] if exported.turn_rewards else ()
         if any(not 0 <= reward.start < reward.end <= len(row.ids) for reward in rewards):
             raise ConfigError(
-                f"turn_rewards[{number}] has a reward whose 'start' and 'end' are not a range of the row's {len(row.ids)} tokens",
+                f"turn_rewards[{number}] has a reward whose 'start' and 'end' are not a valid range within the row's {len(row.ids)} tokens",
                 param="turn_rewards",
             )
         if exported.turn_advantages and len(exported.turn_advantages[number]) != len(row.spans):
@@ -200,7 +200,7 @@ def rebuild_rows(record: Record) -> list[Record]:
     exported = decode_tree(record)
     for name in ROLLOUT_COLUMNS:
         if name not in record:
-            raise ConfigError(f"{name} is missing; export the tree again", param=name)
+            raise ConfigError(f"the record has no field {name!r}; export the tree again", param=name)
     shared = {name: record[name] for name in ROLLOUT_COLUMNS}
     return [
         {

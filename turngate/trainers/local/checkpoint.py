@@ -30,7 +30,7 @@ _MAKING = ".making-"
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a trainer, as stored in a checkpoint."""
 
-    step: int = 0  # updates made to the weights
+    step: int = 0  # steps done, including those that did not change the weights
     number: int = 0  # of the last delivery that the weights were trained on
     mark: str = ""  # identifies the feed
     version: int = 0  # policy version

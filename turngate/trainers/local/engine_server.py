@@ -116,7 +116,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
     ) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._authorization):
-            return _error_response(401, "wrong key")
+            return _error_response(401, "the request does not have the key of this server")
         try:
             return await handler(request)
         except msgspec.MsgspecError as error:

@@ -188,7 +188,8 @@ class Learner:
         """Compute the gradients of the loss over `rows`. `version` is the policy version of the current weights.
 
         If the gradients are not finite, clear them and raise `NonFiniteGradient`. Raise `MissingTeacherScores` if `teacher_kl` is set and
-        no row has usable scores. Raise `LogprobMismatch` if recomputed and recorded log-probabilities differ in most rows of this version.
+        no row has usable scores. Raise `LogprobMismatch` if at least two rows were sampled at this version, and if recomputed and recorded
+        log-probabilities differ in most of them.
         """
         settings, totals = self.settings, _UpdateTotals()
         if settings.advantages == "turn":
@@ -392,7 +393,7 @@ def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def count_updates(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of updates that AdamW has made, including those before the checkpoint that it was restored from."""
+    """Return the number of updates that an AdamW optimizer has made, including those before the checkpoint that it was restored from."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 

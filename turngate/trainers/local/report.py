@@ -16,7 +16,7 @@ _ENDS = 3  # steps to compare at each end
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One measure before and after training."""
+    """The value of a metric, such as the mean reward, at the start and at the end of training."""
 
     name: str
     before: float

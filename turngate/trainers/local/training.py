@@ -276,8 +276,8 @@ async def _open_feed(
             raise
         if error.param == "after":
             raise ConfigError(
-                f"data: {error.message.removeprefix('gateway: ')}. To continue from there, set 'number' to this 'after', and 'mark' to "
-                f"this mark, in the trainer.json of the checkpoint of step {state.step}",
+                f"data: {error.message.removeprefix('gateway: ')}. In trainer.json in the checkpoint of step "
+                f"{state.step}, set 'number' to this value of 'after', and 'mark' to this mark",
                 param="data",
             ) from None
         old = msgspec.structs.asdict((await gateway.show_feed(goal.feed_name)).config)

@@ -35,7 +35,7 @@ TEACHER_TOP_IDS = "teacher_top_ids"
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"
 TEACHER_COLUMNS = (TEACHER_LOGPROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)
 _RETRIES_S = (0.5, 1.0, 2.0, 4.0)  # pauses before the retries of a call
-_NOT_SCORED = "it was not scored"
+_NOT_SCORED = "the teacher has not scored all turns of the row"
 
 
 class RowToScore(Protocol):

@@ -170,7 +170,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> TurngateSession:
         """Start a rollout. `task` is the prompt of a row from `prompts`, or only the prompt's text. `seed` is TRL's group number.
 
-        If the gateway is down, this call gives it time to restart, because otherwise TRL would keep requesting new sessions.
+        If the gateway is unreachable, retry for a while. If this call failed at once, TRL would keep requesting new sessions.
         """
         known = self._find_task(task)
         group = f"{self.config.group}.{known.id}" + ("" if seed is None else f"@{seed}")

@@ -65,7 +65,7 @@ class DeliveryThrottle:
     def _count_done(self, before: set[str]) -> int:
         """Count the groups of the plan that the trainer is done with: those of this run whose rows it has taken, and those of earlier runs.
 
-        Deliveries up to `newest` that it has not taken yet are subtracted. Groups of other runners are not counted.
+        Deliveries up to `newest` whose rows the trainer has not taken yet are subtracted. Groups of other runners are not counted.
         """
         consumed = self._consumer.consumed
         # A delivery may arrive just before the runner reports its group.

@@ -39,9 +39,7 @@ LAST = "trainer_state.json"  # in TRL's checkpoint; written last
 _BEAT_S = 1.0
 _WAIT_S = 2.0  # per request for a delivery; also the maximum delay in noticing a stop or the end of the plan
 _MIN_UNREWARDED = 20  # consecutive rollouts without a reward before a plan fails
-_ONE_RUN = (
-    "it was stopped, and a worker serves only one run; create a new worker and trainer, and pass `checkpoint` to resume"
-)
+_ONE_RUN = "the worker was stopped, and a worker serves only one run; create a new worker and trainer, and pass `checkpoint` to resume"
 _METRICS = 4096  # capacity of the queue for TRL's log; further metrics are dropped
 Metric = float | tuple[float, float]  # a tuple is a rate in TRL's format: sum and count
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -95,9 +93,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name!r} must be at least 1, not {value}", param=name)
 
     def with_defaults(self) -> WorkerConfig:
-        """Return the settings with the feed restricted to the plan's groups, unless `choices.groups` is set.
+        """Return the settings. If there is a plan and `choices.groups` is empty, restrict the feed to the plan's groups.
 
-        A plan without a name is named after the feed.
+        A plan without a name is then named after the feed.
         """
         if self.plan is None or self.choices.groups:
             return self
@@ -196,7 +194,7 @@ class TurngateWorker:
             raise RuntimeError(f"the rollout worker has no more rows: {self._ran_out}")
 
     def _check_not_over(self) -> None:
-        """Raise `ConfigError` if the worker has already run.
+        """Raise `ConfigError` if the worker was stopped after a run.
 
         The worker cannot know whether a second trainer's weights were already trained on the rows of the first run.
         """

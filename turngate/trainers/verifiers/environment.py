@@ -4,9 +4,9 @@
     harness   one Turngate rollout through a running gateway; its turns become the trace's message graph
     env       the taskset and the harness, with one connection to the gateway for all rollouts
 
-verifiers' own runtime is just an empty folder. The agent runs in Turngate's sandbox, and its model calls go to the gateway instead of
-verifiers' server. The reward is the host's grade. If there is no grade (invalid task, infrastructure fault), the trace has an error whose
-type shows where the fault occurred, and `rewards["grade"]` is null. See `examples/verifiers` for a packaged environment.
+verifiers' own runtime is an empty folder, which is not used. The agent runs in Turngate's sandbox, and its model calls go to the gateway
+instead of verifiers' server. The reward is the host's grade. If there is no grade (invalid task, infrastructure fault), the trace has an
+error whose type shows where the fault occurred, and `rewards["grade"]` is null. See `examples/verifiers` for a packaged environment.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TurngateTask(vf.Task[TurngateData]):
         return str(self.data.task)
 
     async def score(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> None:
-        """Record the host's grade. An unknown reward stays None."""
+        """Record the host's grade, unless scoring is deferred. An unknown reward stays None."""
         await super().score(trace, runtime)
         if self.scoring_deferred:
             return

@@ -139,7 +139,10 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
     async def _request(
         self, method: str, rollout: str, verb: str, body: Mapping[str, Json] | None = None, *, gone: bool = False
     ) -> bytes:
-        """Send a request, and retry while the gateway cannot be reached. If `gone` is set, status 404 is not an error."""
+        """Send a request. If `gone` is set, accept status 404.
+
+        While the gateway is unreachable or stopping, retry for up to `_RESTART_S` seconds.
+        """
         url = f"{self.url}/v1/rollouts/{quote(rollout)}/{verb}"
         unreachable = (aiohttp.ClientError, TimeoutError, OSError)
         try:
@@ -194,7 +197,7 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
         if trained and len(logprobs) != len(tokens.completion_ids):
             raise vf.InterceptionError(
                 f"gateway: the mask of step {index} selects tokens to train on, so each token of the completion needs a log-probability, "
-                f"but it has {len(tokens.completion_ids)} tokens and {len(logprobs)} log-probabilities"
+                f"but the completion has {len(tokens.completion_ids)} tokens and {len(logprobs)} log-probabilities"
             )
         sequences.append([*tokens.prompt_ids, *tokens.completion_ids])
         turns.append(

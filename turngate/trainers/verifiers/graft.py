@@ -72,7 +72,7 @@ def turns_from_view(view: TraceView) -> list[GraftTurn]:
 def graft(trace: vf.Trace, turns: Sequence[GraftTurn]) -> None:
     """Add the turns to an empty trace. If the conversion fails, the trace is unchanged."""
     if trace.nodes:
-        raise ValueError(f"trace {trace.id} already has a message graph")
+        raise ValueError(f"trace {trace.id} already has a message graph; pass a trace without nodes")
     by_id = {turn.id: turn for turn in turns}
     nodes: list[vf.MessageNode] = []
     places: dict[int, int] = {}  # index of each turn's node
