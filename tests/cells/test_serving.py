@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.store.kit import add_session, event, finish_rollout, put_outcome
+from turngate.common.sharding import Shard
+from turngate.config import ServeConfig
 from turngate.errors import Busy, LeaseLapsed, StoreError
 from turngate.gateway.cell import shipping
+from turngate.gateway.cell.api_keys import KeyFollower
+from turngate.gateway.cell.cell import Cell
 from turngate.gateway.cell.keeper import CellName, LeaseKeeper
 from turngate.gateway.cell.lease_file import LeaseFile, create_lease_file
 from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPermit
@@ -95,6 +99,50 @@ def test_a_full_outbox_refuses_new_sessions(tmp_path: Path) -> None:
     other = open_cell(tmp_path / "projects" / "other")
     guard.require_room(other.outbox)  # one project does not fill the outbox of another
     other.close()
+    store.close()
+
+
+async def test_worker_retries_until_it_can_read_the_outbox_after_the_lease_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, permit = new_permit(tmp_path, Clock())
+    file.write(130.0, registered=True)
+    store = open_cell(tmp_path)
+    guard = ServingGuard(permit, max_unshipped=1)
+    guard.add(store.outbox, None)  # type: ignore[arg-type]  # the outbox has no sessions to cancel
+    watching = asyncio.create_task(guard.run())
+    with store.database.writing() as db:
+        db.execute("ALTER TABLE outbox RENAME TO away")
+    file.start_over("b" * 32)
+    file.write(130.0, registered=True)
+    call = asyncio.create_task(permit.wait())
+    await asyncio.sleep(0.5)
+    assert not watching.done() and not call.done()
+    (warning,) = caplog.messages
+    assert "cannot switch this cell to its new id" in warning and "outbox" in warning
+    with store.database.writing() as db:
+        db.execute("ALTER TABLE away RENAME TO outbox")
+    await asyncio.wait_for(call, 10)
+    watching.cancel()
+    await asyncio.wait([watching])
+    store.close()
+
+
+async def test_cell_takes_every_step_of_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_cell(tmp_path)
+    config = ServeConfig(data=str(tmp_path), shared="postgresql://nobody@127.0.0.1:1/turngate")
+    cell = Cell(config, store, Shard(0, 1))
+    file = LeaseFile(tmp_path)
+    file.write(130.0, registered=True)
+
+    def fail(*_: object) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(KeyFollower, "stop", fail)
+    monkeypatch.setattr(Shipper, "stop", fail)
+    with pytest.raises(StoreError, match="the disk is full"):
+        await cell.stop()
+    assert file.deadline == -math.inf  # the lease is given up
     store.close()
 
 

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -164,17 +164,31 @@ class Cell:
             store.database.interrupt()
 
     async def stop(self) -> None:
+        """Stop all parts of the cell. Each step is taken even if another fails."""
+        async with AsyncExitStack() as steps:  # taken from the last to the first
+            steps.callback(self._close_stores)
+            if self._is_first:
+                steps.push_async_callback(asyncio.to_thread, self._keeper.stop)
+                steps.push_async_callback(self._stop_shippers)
+            steps.push_async_callback(asyncio.to_thread, self._keys.stop)
+            steps.push_async_callback(self._stop_guard)
+
+    async def _stop_guard(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watching
-        await asyncio.to_thread(self._keys.stop)
-        if self._is_first:
-            stopped = (asyncio.to_thread(shipper.stop, _LAST_SHIPMENTS_S) for shipper in self._shippers)
-            await asyncio.gather(*stopped)
-            await asyncio.to_thread(self._keeper.stop)
-        for store in self._opened:
-            store.close()
+
+    async def _stop_shippers(self) -> None:
+        stopped = (asyncio.to_thread(shipper.stop, _LAST_SHIPMENTS_S) for shipper in self._shippers)
+        for error in await asyncio.gather(*stopped, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    def _close_stores(self) -> None:
+        with ExitStack() as stores:
+            for store in self._opened:
+                stores.callback(store.close)
 
     def gauges(self) -> dict[str, float]:
         """Return the cell's metrics, by name."""

@@ -105,6 +105,7 @@ class ServingGuard:
         self._max_unshipped = max_unshipped
         self._unshipped: dict[OutboxTable, tuple[int, float]] = {}  # the number in each outbox, and when it was counted
         self._parts: list[tuple[OutboxTable, Sessions]] = []  # one for each project
+        self._is_failing = False  # to switch to the cell's new id
 
     def add(self, outbox: OutboxTable, sessions: Sessions) -> None:
         """Guard the sessions of one more project."""
@@ -132,7 +133,7 @@ class ServingGuard:
         was_held = self.permit.is_held
         while True:
             if self.permit.has_new_id:
-                await self.stop_foreign_sessions()
+                await self._try_to_switch()
             is_held = self.permit.is_held
             if is_held:
                 self.permit.wake()
@@ -148,6 +149,21 @@ class ServingGuard:
     async def interrupt_calls(self) -> None:
         """Abort the calls in flight of all projects. Agents will repeat them."""
         await asyncio.gather(*(sessions.interrupt_calls() for _, sessions in self._parts))
+
+    async def _try_to_switch(self) -> None:
+        """Switch to the cell's new id. If that fails, log the error. `run` tries again at the next poll."""
+        try:
+            await self.stop_foreign_sessions()
+            self._is_failing = False
+        except Exception as error:
+            if not self._is_failing:
+                reason = error.message if isinstance(error, TurngateError) else repr(error)
+                log.warning(
+                    "cannot switch this cell to its new id: %s; calls wait in the meantime, and the cell keeps retrying",
+                    reason,
+                    exc_info=not isinstance(error, TurngateError),
+                )
+            self._is_failing = True
 
     async def stop_foreign_sessions(self) -> None:
         """Cancel this worker's sessions that belong to earlier ids of the cell, then serve under the current id.
