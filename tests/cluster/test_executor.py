@@ -66,6 +66,7 @@ class FakeActor:
         self.replies = list(replies)
         self.orders: list[str] = []
         self.cancelled: list[str] = []
+        self.cancel_errors: list[Exception] = []
         self.run = SimpleNamespace(remote=lambda order, archive: lambda: self._run(order))
         self.cancel = SimpleNamespace(remote=lambda session: lambda: self._cancel(session))
         self.progress_error = CallFailed("ActorUnavailableError")
@@ -84,6 +85,8 @@ class FakeActor:
         return msgspec.json.encode(reply)
 
     async def _cancel(self, session: str) -> bytes:
+        if self.cancel_errors:
+            raise self.cancel_errors.pop()
         self.cancelled.append(session)
         return b""
 
@@ -264,18 +267,17 @@ async def test_fault_of_a_working_cell_is_a_fault() -> None:
     assert cell.load.faults == 1
 
 
-async def test_cancelled_attempt_ends_in_its_cell() -> None:
-    started, ended = asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize("failures", [0, 1])
+async def test_cancelled_attempt_ends_in_its_cell(failures: int) -> None:
+    started = asyncio.Event()
 
     async def run() -> OrderEnded:
         started.set()
-        await ended.wait()
-        return OrderEnded("s1", None)
+        await asyncio.Event().wait()
+        raise AssertionError("never ends")
 
-    async def finish() -> OrderEnded:
-        return OrderEnded("s1", None)
-
-    actor = FakeActor(run, finish)
+    actor = FakeActor(run)
+    actor.cancel_errors = [CallFailed("ActorUnavailableError")] * failures
     cluster, cell = make_cluster(actor)
     executor = RayExecutor(cluster, FakeStore(outcome=None), ())  # type: ignore[arg-type]
     attempt = executor.prepare(ORDER, lambda progress: None, lambda phase: nullcontext())  # type: ignore[arg-type, return-value]
@@ -285,6 +287,7 @@ async def test_cancelled_attempt_ends_in_its_cell() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert actor.cancelled == ["s1"] and cell.load.running == 0
+    assert actor.orders == ["s1"], "an order that did not reach the cell must not start now"
 
 
 async def test_orders_wait_for_a_free_slot() -> None:

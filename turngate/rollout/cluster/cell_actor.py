@@ -1,7 +1,7 @@
 """The Ray actor of a cell: passes orders to the process that runs them (`order_runner.py`), and returns their results.
 
-An order is identified by its session and runs only once, even if `run` is called several times. A driver can therefore safely repeat a
-failed call.
+An order is identified by its session and runs only once, even if `run` is called several times. After `cancel`, it does not start any more,
+even if `run` is called later. A driver can therefore safely repeat a failed call.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class CellActor:
         self._reading: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[RunnerReady | RunnerFailed] | None = None
         self._results: OrderedDict[str, asyncio.Future[OrderEnded]] = OrderedDict()  # by session
+        self._sent: set[str] = set()  # the sessions of the orders that the process has and that have not ended
         self._progress: dict[str, OrderProgress] = {}  # by session: changes since `progress` was last called
 
     async def start(self) -> bytes:
@@ -85,30 +86,40 @@ class CellActor:
         `archive` is a list with the Ray reference to the task's archive. It is empty if the task has no archive.
         """
         parsed = decode_order(order)
-        ended = self._results.get(parsed.session_id)
+        session = parsed.session_id
+        ended = self._results.get(session)
         if ended is None:
-            ended = self._results[parsed.session_id] = asyncio.get_running_loop().create_future()
-            while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
-                self._results.popitem(last=False)
+            ended = self._add_result(session)
             try:
                 if archive:
                     archives = self._archives.open_project(parsed.project or DEFAULT_PROJECT)
                     if not archives.has(parsed.task.archive):
                         await asyncio.to_thread(archives.add, parsed.task.archive, await archive[0])
-                self._write(msgspec.json.encode(RunOrder(msgspec.Raw(order))))
+                if not ended.done():  # otherwise the order was cancelled, or the process has exited
+                    self._write(msgspec.json.encode(RunOrder(msgspec.Raw(order))))
+                    self._sent.add(session)
             except BaseException as error:
-                del self._results[parsed.session_id]
-                if isinstance(error, Exception):  # a repeated call that waits for this one fails like it
-                    ended.set_exception(error)
-                    ended.exception()  # mark it as retrieved: there may be no repeated call
-                else:
-                    ended.cancel()
+                if not ended.done():
+                    del self._results[session]
+                    if isinstance(error, Exception):  # a repeated call that waits for this one fails like it
+                        ended.set_exception(error)
+                        ended.exception()  # mark it as retrieved: there may be no repeated call
+                    else:
+                        ended.cancel()
                 raise
         return msgspec.json.encode(await asyncio.shield(ended))
 
     async def cancel(self, session: str) -> None:
-        """Cancel an order if it is running. The call to `run` then returns an `OrderEnded` without a result."""
-        self._write(msgspec.json.encode(CancelOrder(session)))
+        """Cancel an order, and wait until it has ended. Calls to `run` then return an `OrderEnded` without a result.
+
+        An order that the process does not have yet does not start.
+        """
+        ended = self._results.get(session) or self._add_result(session)
+        if session in self._sent:
+            self._write(msgspec.json.encode(CancelOrder(session)))
+        elif not ended.done():
+            ended.set_result(OrderEnded(session, None))
+        await asyncio.shield(ended)
 
     async def progress(self) -> bytes:
         """Return the latest progress of each running order that has advanced since this method was last called."""
@@ -124,6 +135,12 @@ class CellActor:
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await process.wait()
+
+    def _add_result(self, session: str) -> asyncio.Future[OrderEnded]:
+        ended = self._results[session] = asyncio.get_running_loop().create_future()
+        while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
+            self._results.popitem(last=False)
+        return ended
 
     def _open_log(self) -> int:
         folder = Path(self._settings.folder).expanduser()
@@ -152,6 +169,7 @@ class CellActor:
                     self._progress[reply.session] = reply
                 case OrderEnded():
                     self._progress.pop(reply.session, None)
+                    self._sent.discard(reply.session)
                     if (waiting := self._results.get(reply.session)) is not None and not waiting.done():
                         waiting.set_result(reply)
         if not self._ready.done():

@@ -88,7 +88,7 @@ class OrderRunner:
         self._settings = settings
         self._folder = folder
         self._send = send
-        self._running: dict[str, asyncio.Task[None]] = {}  # by session
+        self._running: dict[str, asyncio.Task[AttemptResult]] = {}  # by session
         self._concurrency = Concurrency(Bounds(running=_MAX_ORDERS))
 
     async def run(self, commands: asyncio.StreamReader) -> None:
@@ -118,25 +118,32 @@ class OrderRunner:
                 if order.session_id not in self._running:
                     work = asyncio.create_task(self._execute(order, executors))
                     self._running[order.session_id] = work
-                    work.add_done_callback(lambda _: self._running.pop(order.session_id, None))
+                    work.add_done_callback(lambda _: self._end(order.session_id, work))
             case CancelOrder():
                 if (found := self._running.get(command.session)) is not None:
                     found.cancel()
 
-    async def _execute(self, order: RolloutOrder, executors: ProjectExecutors) -> None:
-        session = order.session_id
-
+    async def _execute(self, order: RolloutOrder, executors: ProjectExecutors) -> AttemptResult:
         def watch(progress: RolloutProgress) -> None:
-            self._send(OrderProgress(session, progress.stage, progress.turns, progress.sampled_tokens))
+            self._send(OrderProgress(order.session_id, progress.stage, progress.turns, progress.sampled_tokens))
 
         slot = self._concurrency.new_slot()
-        result: AttemptResult | None = None
         try:
             executor = await executors.open(order.project)
-            result = await executor.prepare(order, watch, slot).run()
+            return await executor.prepare(order, watch, slot).run()
         finally:
             slot.leave()
-            self._send(OrderEnded(session, result))
+
+    def _end(self, session: str, work: asyncio.Task[AttemptResult]) -> None:
+        """Report the end of an order, also if it was cancelled before its first step."""
+        del self._running[session]
+        result: AttemptResult | None = None
+        if not work.cancelled():
+            if (error := work.exception()) is not None:
+                log.error("the order of session %s failed", session, exc_info=error)
+            else:
+                result = work.result()
+        self._send(OrderEnded(session, result))
 
     async def _end_all(self) -> None:
         """Cancel all rollouts, and wait until their sandboxes are removed."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -209,15 +210,16 @@ class _RayAttempt:
         return await self._confirm(ended.result, cell)
 
     async def _call(self, cell: PlacedCell, archive: list[Any]) -> OrderEnded:
-        """Send the order to the cell, and return the reply. Unless the actor has died, repeat a failed call a few times.
-
-        The cell runs the order only once.
-        """
+        """Send the order to the cell, and return the reply. The cell runs the order only once, even if the call is repeated."""
         data = encode_order(self._order)
+        reply = await self._repeat(cell, lambda: cell.actor.run.remote(data, archive))
+        return msgspec.json.decode(reply, type=OrderEnded)
+
+    async def _repeat(self, cell: PlacedCell, call: Callable[[], Any]) -> Any:
+        """Return the reply to a call of the cell's actor. Unless the actor has died, repeat a failed call a few times."""
         for pause in (*_REPEAT_S, None):
             try:
-                reply = await self._cluster.connection.call(cell.actor.run.remote(data, archive))
-                return msgspec.json.decode(reply, type=OrderEnded)
+                return await self._cluster.connection.call(call())
             except CallFailed as error:
                 if pause is None or error.actor_died:
                     raise
@@ -250,10 +252,9 @@ class _RayAttempt:
         return result if settled.outcome.kind == outcome.kind else settled
 
     async def _cancel(self, cell: PlacedCell) -> None:
-        """Cancel the order in its cell, and wait until it has ended."""
+        """Cancel the order in its cell, and wait until it has ended. A cell that does not have the order yet does not start it later."""
         try:
-            await self._cluster.connection.call(cell.actor.cancel.remote(self._order.session_id))
-            await self._cluster.connection.call(cell.actor.run.remote(encode_order(self._order), []))
+            await self._repeat(cell, lambda: cell.actor.cancel.remote(self._order.session_id))
         except CallFailed as error:
             log.warning(
                 "could not confirm that rollout %s on %s was cancelled: %s",
