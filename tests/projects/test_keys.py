@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import stat
 import time
 from pathlib import Path
@@ -11,13 +12,18 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cells.kit import wait_for
 from tests.cli.kit import run_cli, run_rejected
 from tests.kit import gateway, say
 from tests.projects.kit import create_key, create_project, project_client
 from turngate.errors import StoreError
 from turngate.gateway.api_keys import KeyRing, KnownProjects, hash_key, new_key
+from turngate.gateway.cell import api_keys
+from turngate.gateway.cell.api_keys import KeyFollower
 from turngate.server.web.login import PAGE_HEADER
+from turngate.store.audit import NewAuditEntry
 from turngate.store.projects import ApiKey, ProjectRow
+from turngate.store.store import Store
 from turngate.telemetry.logs import redact_known
 
 OWN = {PAGE_HEADER: "1"}
@@ -190,6 +196,33 @@ def test_ring_reads_again_after_a_second_and_rejects_wrong_keys() -> None:
     ring.update(KnownProjects({}, {prefix: expired}))
     assert ring.find(secret) is None and hash_key(secret) == digest
     assert secret not in redact_known(f"the key {secret} is wrong")
+
+
+def test_cell_keeps_reading_keys_after_an_unexpected_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer version of Turngate added a quota that this one does not know. Later the quota is removed, and a key is revoked."""
+    monkeypatch.setattr(api_keys, "FOLLOW_S", 0.02)
+    store = Store(tmp_path)
+    secret, prefix, digest = new_key()
+    entry = NewAuditEntry("operator", "key created", "acme")
+    store.projects.create(ProjectRow("acme"), entry)
+    store.projects.add_key(ApiKey(prefix, digest, "acme", frozenset({"traces"}), "", 0.0), entry)
+    ring = KeyRing(lambda: KnownProjects({}, {}), refresh_s=math.inf)
+    follower = KeyFollower(ring, lambda: store.projects)
+    follower.start()
+    try:
+        assert ring.find(secret) is not None
+        with store.database.writing() as db:
+            db.execute("UPDATE projects SET quotas=?", (b'{"gpu_hours":1}',))
+        wait_for(lambda: "cannot read the API keys" in caplog.text)
+        with store.database.writing() as db:
+            db.execute("UPDATE projects SET quotas=?", (b"{}",))
+        store.projects.revoke_key(prefix, entry)
+        wait_for(lambda: ring.find(secret) is None)
+    finally:
+        follower.stop()
+        store.close()
 
 
 async def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

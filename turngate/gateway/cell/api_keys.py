@@ -66,10 +66,11 @@ class KeyFollower:
                 self._table = self._connect()
             self._ring.update(read_projects(self._table))
             self._is_away = False
-        except TurngateError as error:
+        except Exception as error:
             if not self._is_away:
                 log.warning(
                     "cannot read the API keys: %s; the cell keeps retrying and, in the meantime, uses the keys that it read last, if any",
-                    error.message,
+                    error.message if isinstance(error, TurngateError) else repr(error),
+                    exc_info=not isinstance(error, TurngateError),
                 )
             self._is_away = True
