@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -277,6 +278,24 @@ def test_the_shipper_retries_and_sets_aside_what_cannot_be_shipped(tmp_path: Pat
         shipper.stop(0)
     store.outbox.start("a", ())  # as a restarted cell does
     assert len(store.outbox.find_due(time.time(), 10)) == 2
+    store.close()
+
+
+def test_shipper_stops_although_the_outbox_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shipping, "_IDLE_S", 60.0)  # its thread does not notice the failure itself
+    store, target = open_cell(tmp_path), Target()
+    finish_rollout(store, "s1", "g")
+    shipper = Shipper(store.outbox, store.open_reader, lambda: target)
+    shipper.start()
+    _wait(lambda: target.sessions == ["s1"] and not store.outbox.state().unshipped)
+    time.sleep(0.2)
+    with store.database.writing() as db:
+        db.execute("ALTER TABLE outbox RENAME TO away")
+    shipper.stop(5)
+    assert not any(thread.name == "turngate-shipping" for thread in threading.enumerate())
+    assert "cannot ship the last sessions" in caplog.text
     store.close()
 
 

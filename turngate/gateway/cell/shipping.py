@@ -79,11 +79,23 @@ class Shipper:
 
     def stop(self, wait_s: float) -> None:
         """Ship due sessions for up to `wait_s` seconds, or until a failure, then stop. Sessions not shipped by then stay in the outbox."""
+        try:
+            self._wait_until_shipped(wait_s)
+        except TurngateError as error:
+            log.warning(
+                "cannot ship the last sessions before this cell stops: %s; they stay in the outbox", error.message
+            )
+        finally:
+            self._end_thread()
+
+    def _wait_until_shipped(self, wait_s: float) -> None:
         end = time.monotonic() + wait_s
         while time.monotonic() < end and self._thread.is_alive() and not self._failures:
             if not self.outbox.find_due(time.time(), 1):
-                break
+                return
             time.sleep(0.05)
+
+    def _end_thread(self) -> None:
         self._stopping.set()
         self._wakeup.set()
         if self._thread.ident is not None:
