@@ -12,7 +12,8 @@ import logging
 import sqlite3
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,10 @@ CREATE INDEX IF NOT EXISTS scores_by_session ON scores (session);
 """
 _BUSY_S = 10.0
 _REMOVE_BUSY_S = 1.0  # a gateway may be waiting
+
+
+class ScoreCacheFailed(StoreError):
+    """The file of a score cache cannot be read or written, for example because it is damaged."""
 
 
 class ScoreKey(msgspec.Struct, frozen=True):
@@ -91,21 +96,11 @@ class ScoreCache:
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path, timeout=busy_s, check_same_thread=False, isolation_level=None
             )
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version not in (0, _VERSION):
-                raise sqlite3.DatabaseError(
-                    f"it has version {version}, but this version of Turngate supports version {_VERSION}"
-                )
-            tables = self._db.execute(
-                "SELECT DISTINCT tbl_name FROM sqlite_master WHERE tbl_name NOT LIKE 'sqlite%'"
-            ).fetchall()
-            if tables not in ([], [("scores",)]):
-                raise sqlite3.DatabaseError("it is another database, not a score cache")
-            if path is not None:  # only now, so that a file that is not a cache stays unchanged
-                path.chmod(0o600)
-                self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.executescript(_TABLES)
-            self._db.execute(f"PRAGMA user_version={_VERSION}")
+            try:
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(
                 f"teacher_cache: {path} cannot be used ({error}); pass another file as --teacher-cache, or delete this one if it is a "
@@ -113,12 +108,30 @@ class ScoreCache:
                 param="teacher_cache",
             ) from None
 
+    def _prepare(self) -> None:
+        """Check that the file is a score cache or new, and create the tables."""
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise sqlite3.DatabaseError(
+                f"it has version {version}, but this version of Turngate supports version {_VERSION}"
+            )
+        tables = self._db.execute(
+            "SELECT DISTINCT tbl_name FROM sqlite_master WHERE tbl_name NOT LIKE 'sqlite%'"
+        ).fetchall()
+        if tables not in ([], [("scores",)]):
+            raise sqlite3.DatabaseError("it is another database, not a score cache")
+        if self._path is not None:  # only now, so that a file that is not a cache stays unchanged
+            self._path.chmod(0o600)
+            self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.executescript(_TABLES)
+        self._db.execute(f"PRAGMA user_version={_VERSION}")
+
     def close(self) -> None:
         self._db.close()
 
     def read(self, key: ScoreKey, turn: bytes) -> CachedScores | None:
         """Return the scores of a turn, or None if there are none or they do not match their checksum."""
-        with self._lock:
+        with self._lock, self._errors("read from"):
             row = self._db.execute(
                 "SELECT logprobs, top_ids, top_logprobs, checksum FROM scores"
                 " WHERE model=? AND version=? AND top_k=? AND turn=?",
@@ -144,29 +157,35 @@ class ScoreCache:
             arrays = ((found.logprobs, "<f4"), (found.top_ids, "<i4"), (found.top_logprobs, "<f4"))
             blobs = [np.ascontiguousarray(values, dtype).tobytes() for values, dtype in arrays]
             rows.append((key.model, key.version, key.top_k, turn, session, *blobs, _checksum(key, turn, blobs)))
-        with self._lock:
+        with self._lock, self._errors("written to"):
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 self._db.executemany("INSERT OR REPLACE INTO scores VALUES (?,?,?,?,?,?,?,?,?)", rows)
                 self._db.execute("COMMIT")
-            except sqlite3.Error as error:
+            finally:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                raise StoreError(
-                    f"the teacher's scores cannot be written to {self._path} ({error}); check the disk and the file's permissions, or pass "
-                    "another file as --teacher-cache"
-                ) from None
 
     def sessions(self) -> list[str]:
         """Return the ids of all sessions with scores."""
-        with self._lock:
+        with self._lock, self._errors("read from"):
             return [name for (name,) in self._db.execute("SELECT DISTINCT session FROM scores").fetchall()]
 
     def remove(self, sessions: Iterable[str]) -> None:
         """Remove the scores of the sessions with these ids."""
         rows = [(session,) for session in sessions]
-        with self._lock:
+        with self._lock, self._errors("removed from"):
             self._db.executemany("DELETE FROM scores WHERE session=?", rows)
+
+    @contextmanager
+    def _errors(self, failed: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise ScoreCacheFailed(
+                f"the teacher's scores cannot be {failed} {self._path} ({error}); check the disk and the file's permissions, pass another "
+                "file as --teacher-cache, or delete this one if it is damaged: its scores are then computed again"
+            ) from None
 
 
 def _checksum(key: ScoreKey, turn: bytes, blobs: Sequence[bytes]) -> int:
@@ -213,5 +232,5 @@ def _remove(path: Path, is_removed: Callable[[str], bool]) -> None:
             cache.remove(session for session in cache.sessions() if is_removed(session))
         finally:
             cache.close()
-    except (ConfigError, sqlite3.Error) as error:
+    except (ConfigError, ScoreCacheFailed) as error:
         log.warning("the scores of deleted sessions could not be removed from %s: %s", path, error)
