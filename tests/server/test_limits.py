@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -13,6 +15,7 @@ from tests.kit import CLIENT_MODES, Gated, Reply, gateway, renderer, say, tokeni
 from tests.speed import scaled
 from tests.verify.kit import verify_all
 from turngate.engines.scripted import Scripted
+from turngate.gateway import prompt
 
 HI = [user("Hi")]
 every_way = pytest.mark.parametrize("way", CLIENT_MODES)
@@ -150,6 +153,29 @@ async def test_parallel_calls_share_remaining_tokens() -> None:
         g.gated.gate.set()
         assert [reply.content for reply in await asyncio.gather(*tasks)] == ["One two three."] * 3
         assert (await g.show(session.id))["sampled_tokens"] == 3 * len(say("One two three.").ids)
+
+
+async def test_call_whose_tokens_ran_out_while_its_prompt_was_built_gets_final_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large prompts are rendered in a thread, while parallel calls sample."""
+    render, may_render = prompt._render, threading.Event()
+
+    def render_late(*arguments: Any) -> prompt.Prompt:
+        may_render.wait(scaled(10))
+        return render(*arguments)
+
+    async with gateway(engine=Gated([say("One two three four five six seven.")] * 2, tokens=1)) as g:
+        session = await g.open(limits={"sampled_tokens": 5})
+        first = g.start(g.ask(session.key, HI, "async stream"))
+        await until(lambda: g.gated.waiting)
+        monkeypatch.setattr(prompt, "_render", render_late)
+        second = g.start(g.ask(session.key, [user("word " * 20_000)]))
+        await until(lambda: g.app.fence.in_flight == 2)
+        g.gated.gate.set()
+        assert (await first).finish == "length"
+        may_render.set()
+        assert is_final_answer(await second) and len(g.engine.received) == 1
 
 
 async def test_call_whose_tokens_ran_out_at_fence_gets_final_answer() -> None:

@@ -257,7 +257,7 @@ class TurnPipeline:
     async def _run_exact(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         renderer, engine = self._require_engine(session)
         prompt = await self._prompts.build(session, call, renderer)
-        self._require_fitting(session, len(prompt.ids))
+        self._require_room(session, len(prompt.ids))
         timing.prompt_usage = Usage(len(prompt.ids), 0)
         sampling = resolve_sampling(session, call)
         call, reasoning = _let_reason_first(call, renderer, prompt.added)
@@ -322,8 +322,10 @@ class TurnPipeline:
             [*last, *rest, Done(finish, parsed.message, usage, node, reader.stopped_by, tuple(draft.scores))]
         )
 
-    def _require_fitting(self, session: Session, size: int) -> None:
-        """Raise an error if a prompt of `size` tokens leaves no room within the context limit of the session or of the model."""
+    def _require_room(self, session: Session, size: int) -> None:
+        """Raise an error if the limits of the session or of the model allow no token to be sampled after a prompt of `size` tokens."""
+        if session.tokens_left == 0:  # parallel calls may have sampled the rest while the prompt was built
+            raise LimitReached("sampled_tokens")
         limit, max_context = session.config.limits.context_tokens, self._settings.max_context
         if limit is not None and size >= limit:
             session.truncated = True
