@@ -17,12 +17,14 @@ from tests.sandboxes import kit as sandboxes
 from tests.speed import paced
 from turngate.engines.scripted import ScriptedTurn
 from turngate.rollout import grading
+from turngate.rollout.grading import GradeCache
 from turngate.rollout.spec import EndPolicy
 from turngate.rollout.work import is_broken
 from turngate.sandboxes import posix
 from turngate.sandboxes.base import SandboxSpec
-from turngate.tasks.grading.types import Grade
-from turngate.tasks.task import Script, Task
+from turngate.sandboxes.local import LocalBackend
+from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
+from turngate.tasks.task import Script, Swe, Task
 from turngate.trace import session
 
 pytestmark = pytest.mark.process
@@ -172,6 +174,88 @@ async def test_grading_is_retried_after_infrastructure_fault(
     monkeypatch.setattr(grading, "grade", flaky)
     outcome = await harness.run(task=make_task(tmp_path, WRITE_ANSWER.format(answer="42")))
     assert (outcome.kind, outcome.reward, len(tried), outcome.turns) == ("graded", 1.0, 3, 1)
+
+
+# ── identical work ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+SWE = Swe(repo="r", base_commit="", test_patch="", fail_to_pass=("t.py::t",), pass_to_pass=(), test_cmd="pytest")
+
+
+def make_work(folder: Path, text: str = "1", **more: Any) -> Work:
+    folder.mkdir()
+    (folder / "a.py").write_text(text)
+    return Work(folder=folder, **more)
+
+
+def change_nothing(folder: Path) -> None:
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "a.pyc").write_bytes(b"x")
+
+
+CHANGES = {
+    "caches": (change_nothing, 1),
+    "content": (lambda folder: (folder / "a.py").write_text("2"), 2),
+    "permissions": (lambda folder: (folder / "a.py").chmod(0o755), 2),
+    "new file": (lambda folder: (folder / "b.py").write_text(""), 2),
+    "empty folder": (lambda folder: (folder / "b").mkdir(), 2),
+    "link": (lambda folder: ((folder / "a.py").unlink(), (folder / "a.py").symlink_to("b.py")), 2),
+}
+
+
+@pytest.fixture
+def graded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The works that were really graded. A file `fault` makes the first grading an infrastructure fault."""
+    works: list[Path] = []
+
+    async def grade(task: Task, work: Work, environment: GradingEnvironment) -> Grade:
+        works.append(work.folder)
+        await asyncio.sleep(0)
+        if (work.folder / "fault").exists() and len(works) <= grading.MAX_TRIES:
+            return Grade(kind="infrastructure fault", message="no room")
+        return Grade(kind="graded", reward=0.5, notes=("n",))
+
+    monkeypatch.setattr(grading, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(grading, "grade", grade)
+    return works
+
+
+async def grade_both(first: Work, second: Work, grader: Any = SWE, groups: tuple[str, str] = ("g", "g")) -> list[Grade]:
+    cache, task = GradeCache(), Task(id="t", instruction="Do it.", grader=grader)
+    works = zip((first, second), groups, ("r.0", "r.1"), strict=True)
+    environment = GradingEnvironment(backend=LocalBackend())
+    grades = [cache.grade(task, work, environment, group=group, rollout=rollout) for work, group, rollout in works]
+    return list(await asyncio.gather(*grades))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_only_identical_work_shares_a_grade(change: str, graded: list[Path], tmp_path: Path) -> None:
+    apply, times = CHANGES[change]
+    second = make_work(tmp_path / "b")
+    apply(second.folder)
+    grades = await grade_both(make_work(tmp_path / "a"), second)
+    assert len(graded) == times
+    assert [grade.reward for grade in grades] == [0.5, 0.5]
+    notes = sorted(note for grade in grades for note in grade.notes if note != "n")
+    first = "r.0" if grades[0].notes == ("n",) else "r.1"
+    assert notes == [f"not graded again, because the work is identical to that of rollout {first}"] * (2 - times)
+
+
+async def test_grades_of_other_groups_and_graders_are_not_shared(graded: list[Path], tmp_path: Path) -> None:
+    await grade_both(make_work(tmp_path / "a"), make_work(tmp_path / "b"), groups=("g", "h"))
+    await grade_both(make_work(tmp_path / "c"), make_work(tmp_path / "d"), Script(command=("true",)))
+    await grade_both(make_work(tmp_path / "e"), make_work(tmp_path / "f", left_out=("a pipe",)))
+    assert len(graded) == 6
+
+
+async def test_infrastructure_fault_is_not_shared(graded: list[Path], tmp_path: Path) -> None:
+    first, second = make_work(tmp_path / "a"), make_work(tmp_path / "b")
+    for work in (first, second):
+        (work.folder / "fault").touch()
+    grades = await grade_both(first, second)
+    assert {grade.kind for grade in grades} == {"infrastructure fault", "graded"}
+    assert len(set(graded[: grading.MAX_TRIES])) == 1 and set(graded) == {first.folder, second.folder}
+    assert len(graded) == grading.MAX_TRIES + 1
 
 
 # ── work lost by the agent ──────────────────────────────────────────────────────────────────────────────────────────

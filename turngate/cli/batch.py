@@ -164,6 +164,7 @@ def _build_plan(
         policy=build_end_policy(options),
         grade=options.grade,
         keep_work=options.keep_work,
+        reuse_grades=options.reuse_grades,
     )
 
 

@@ -260,6 +260,14 @@ class BatchOptions(RolloutOptions):
     ray_label: Annotated[Optional[list[str]], _RAY_LABEL] = None
     out: Annotated[Optional[Path], _flag("Folder for the batch.", OUTPUT, default="DATA/batches/FINGERPRINT")] = None
     resume: Annotated[bool, _flag("Only resume an existing batch; fail if there is none.", BATCH, "--resume")] = False
+    reuse_grades: Annotated[
+        bool,
+        _flag(
+            "Grade identical work in a group only once. This applies to tasks that are graded by a repository's tests.",
+            LIMITS,
+            "--reuse-grades",
+        ),
+    ] = False
     keep_work: Annotated[bool, _flag("Keep the agents' working folders after grading.", OUTPUT, "--keep-work")] = False
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 

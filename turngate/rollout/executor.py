@@ -18,6 +18,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
 from turngate.rollout.classify import Classification, Ending, classify
 from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.grading import GradeCache
 from turngate.rollout.order import RolloutOrder
 from turngate.rollout.outcome import Fault, Outcome, PhaseGate, ProgressCallback
 from turngate.rollout.rollout import Rollout
@@ -93,6 +94,7 @@ class LocalExecutor:
         self._gateway = gateway
         self._connector = connector
         self._on_sandbox_ready = on_sandbox_ready
+        self._grades = GradeCache()
 
     async def check(self) -> None:
         for backend in self._resolver.backends:
@@ -109,7 +111,7 @@ class LocalExecutor:
         gate: PhaseGate = lambda phase: nullcontext(),
     ) -> Attempt:
         ready = partial(self._on_sandbox_ready, order)
-        return _LocalAttempt(order, self._resolver, self._gateway, self._connector, watch, gate, ready)
+        return _LocalAttempt(order, self._resolver, self._gateway, self._connector, self._grades, watch, gate, ready)
 
 
 class _LocalAttempt:
@@ -119,6 +121,7 @@ class _LocalAttempt:
         resolver: OrderResolver,
         gateway: GatewayClient,
         connector: GatewayConnector,
+        grades: GradeCache,
         watch: ProgressCallback,
         gate: PhaseGate,
         on_sandbox_ready: Callable[[str], None],
@@ -127,6 +130,7 @@ class _LocalAttempt:
         self._resolver = resolver
         self._gateway = gateway
         self._connector = connector
+        self._grades = grades
         self._watch = watch
         self._gate = gate
         self._on_sandbox_ready = on_sandbox_ready
@@ -158,6 +162,7 @@ class _LocalAttempt:
             gate=self._gate,
             on_sandbox_ready=self._on_sandbox_ready,
             session=order.session_id,
+            grades=self._grades,
         )
         try:
             await rollout.run()

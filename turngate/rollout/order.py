@@ -66,6 +66,7 @@ class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: EndPolicy = EndPolicy()
     grade: bool = True
     keep_work: bool = True
+    reuse_grades: bool = False
 
 
 def encode_order(order: RolloutOrder) -> bytes:

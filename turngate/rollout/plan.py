@@ -61,6 +61,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
     policy: EndPolicy = EndPolicy()
     grade: bool = True
+    reuse_grades: bool = False  # grade identical work in a group once, if repository tests decide
     keep_work: bool = False  # keep the agents' working folders after grading
     invalid_after: int = 3  # this many rollouts must find a task invalid before its remaining rollouts are skipped
     min_free_bytes: int = 64_000_000  # with less free disk space, no rollout starts
@@ -162,6 +163,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             policy=self.policy,
             grade=self.grade,
             keep_work=self.keep_work,
+            reuse_grades=self.reuse_grades,
         )
 
     def _build_session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:

@@ -68,6 +68,7 @@ def build_spec(order: RolloutOrder, parts: MachineParts) -> RolloutSpec:
         options=order.options,
         folder=parts.folder,
         keep_work=order.keep_work,
+        reuse_grades=order.reuse_grades,
         grade=order.grade,
         policy=order.policy,
         rollout=order.rollout,

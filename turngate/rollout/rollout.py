@@ -44,7 +44,7 @@ from turngate.rollout.agent_run import GRACE_S, build_launch, check_program, exp
 from turngate.rollout.classify import Classification, Ending, classify
 from turngate.rollout.collect import collect
 from turngate.rollout.connection import Connection, GatewayConnector
-from turngate.rollout.grading import grade_with_retries
+from turngate.rollout.grading import GradeCache, grade_with_retries
 from turngate.rollout.outcome import GRADE_LOG, Fault, Outcome, PhaseGate, ProgressCallback, RolloutProgress
 from turngate.rollout.recording import build_record
 from turngate.rollout.redaction import Redactor
@@ -81,17 +81,20 @@ class Rollout:
         gate: PhaseGate = lambda phase: nullcontext(),
         on_sandbox_ready: Callable[[str], None] = lambda workdir: None,
         session: str = "",
+        grades: GradeCache | None = None,
     ) -> None:
         """Prepare a rollout.
 
         `gate` limits how many rollouts are in each phase at the same time. `on_sandbox_ready` is called with the working folder in the
-        sandbox. `session` is the session's id; by default, a new id is generated.
+        sandbox. `session` is the session's id; by default, a new id is generated. `grades` has the grades of earlier rollouts, for specs
+        with `reuse_grades`.
         """
         self._spec = spec
         self._gateway = gateway
         self._connector = connector
         self._gate = gate
         self._on_sandbox_ready = on_sandbox_ready
+        self._grades = grades if spec.reuse_grades else None
         self._work: Work | None = None
         self._redactor = Redactor(spec.env, find_host_values(spec.task))
         self._ending = Ending(graded=spec.is_graded)
@@ -414,7 +417,12 @@ class Rollout:
         )
         began = time.monotonic()
         async with self._gate("grade"), self._stages.enter("grade", since=began):
-            ending.grade = await grade_with_retries(spec.task, self._work, environment)
+            if self._grades is None:
+                ending.grade = await grade_with_retries(spec.task, self._work, environment)
+            else:
+                ending.grade = await self._grades.grade(
+                    spec.task, self._work, environment, group=self.outcome.group, rollout=self.outcome.rollout
+                )
         self._update_outcome()
 
     async def _record(self) -> None:

@@ -48,6 +48,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path  # for the agent's files, in a subfolder named after the session
     keep_work: bool = True
     grade: bool = True  # grade the work, if the task has a grader
+    reuse_grades: bool = False  # grade identical work in the group once
     policy: EndPolicy = EndPolicy()
     rollout: str = ""  # the caller's name for the rollout; by default, the session's id
     group: str = ""
