@@ -194,7 +194,9 @@ ROW = {
 
 def run_fix(folder: Path, line: str, new: str) -> subprocess.CompletedProcess[str]:
     command = f"{sys.executable} fix.py {line} <<'END'\n{new}\nEND"
-    return subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=False)
+    (folder / "home").mkdir(exist_ok=True)
+    env = {**os.environ, "HOME": str(folder / "home")}
+    return subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.process

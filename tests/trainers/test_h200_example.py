@@ -98,7 +98,6 @@ def socket_path(tmp_path: Path) -> Iterator[str]:
     command = [
         sys.executable,
         str(FOLDER / "fork_server.py"),
-        "serve",
         str(tmp_path / "socket"),
         str(tmp_path),
         "own_agent",
@@ -112,7 +111,7 @@ def socket_path(tmp_path: Path) -> Iterator[str]:
 
 
 def _run(socket_path: str, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(FOLDER / "fork_server.py"), "run", socket_path, *arguments]
+    command = [sys.executable, "-I", "-S", str(FOLDER / "fork_client.py"), socket_path, *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, **options)  # type: ignore[call-overload,no-any-return]
 

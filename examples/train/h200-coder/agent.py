@@ -24,8 +24,9 @@ CONTEXT, REPLY = 8192, 320  # default limits of a rollout and of an answer, in t
 STEPS = 10  # default of the maximum number of steps
 COMMAND_S = 8  # time limit of a command, in seconds; a change may make the tests hang
 MAX_OUTPUT = 6000  # characters of a command's output that the model sees
-# The agent needs to know whether the tests pass. Reports of failures take half of the CPU time of a run, and it sees only the last lines.
-TEST_OPTIONS = "-x --tb=no -p no:cacheprovider -p no:unraisableexception -p no:threadexception"
+# The agent needs to know whether the tests pass, and sees only the last lines. Rewriting assertions and reporting failures would take most
+# of the CPU time of a run.
+TEST_OPTIONS = "-x --tb=no --assert=plain -p no:cacheprovider -p no:unraisableexception -p no:threadexception"
 SYSTEM = """\
 You repair Python code in a shell. Every answer is one sentence and then one bash block with one command, nothing else.
 
@@ -40,8 +41,8 @@ QUESTION = "{{task}}\nAnswer with one sentence and one bash block."
 # For tasks with the command of `edit_command.py`.
 EDIT_SYSTEM = """\
 You repair Python functions. Exactly one line of the function is wrong, by a small mistake: a wrong operator, comparison, constant, name or
-call, swapped arguments, or a missing `not`. Every answer is one sentence and then one bash block, nothing else. The bash block replaces one
-line by its number and runs the tests, for example line 905:
+call, swapped arguments, or a missing `not`. Every answer is one bash block, nothing else. It replaces one line by its number and runs the
+tests, for example line 905:
 
 ```bash
 python3 fix.py 905 <<'END'
@@ -50,7 +51,7 @@ END
 ```
 
 If the tests still fail, change the line in another way, or try another line."""
-EDIT_QUESTION = "{{task}}\nWhich line is wrong? Answer with one sentence and one bash block."
+EDIT_QUESTION = "{{task}}\nWhich line is wrong? Answer with one bash block."
 _LABEL = "(?:bash|sh|shell|mswea_bash_command)"
 # The first block with a label, or else the first block, if it has none. The end of a Python block does not begin a block.
 ACTION = rf"\A(?:(?=.*```{_LABEL}[ \t]*\n).*?```{_LABEL}|(?:(?!```).)*```)[ \t]*\n(.*?)\n?```.*\Z"
@@ -117,7 +118,7 @@ def build_agent(python: str, socket: str = "", steps: int = STEPS, path: str = "
     command = ["mini_textbased.yaml" if word == "mini.yaml" else word for word in spec.command]
     if socket:
         arguments = command[command.index(_other.MODULE) + 1 :]
-        command = ["{python}", "-I", "-S", str(_other.HERE / "fork_server.py"), "run", socket, *arguments]
+        command = ["{python}", "-I", "-S", str(_other.HERE / "fork_client.py"), socket, *arguments]
     return msgspec.structs.replace(
         spec,
         title=f"{spec.title} (text-based)",

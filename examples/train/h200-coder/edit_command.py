@@ -26,10 +26,12 @@ from typing import Any
 import moves
 from tasks import count_lines, is_small
 
-_SCRIPT_NAME, _ORIGINAL, _TRIED = "fix.py", ".fix/original", ".fix/tried"
+_SCRIPT_NAME, _ORIGINAL = "fix.py", ".fix/original"
+# The script runs in most turns, so it imports almost nothing: with `subprocess` and `pathlib`, it takes three times as long to start.
+# Its own files are in the sandbox's home, so that rollouts that change nothing leave identical work, which is graded once.
 _SCRIPT = '''\
 """Replace a line of the original file, and run the tests: python3 fix.py LINE <<'END', the new line, END."""
-import pathlib, shlex, subprocess, sys
+import os, sys
 
 file, first, last, tests = {constants}
 usage = f"Use: python3 fix.py LINE <<'END', then the new line, then END; LINE is a number from {{first}} to {{last}}"
@@ -41,31 +43,37 @@ if not new:
     sys.exit(usage)
 if "\\n" in new:
     sys.exit("Only one line is wrong, so give exactly one new line.")
-original = pathlib.Path("{original}").read_text()
+with open("{original}") as source:
+    original = source.read()
 lines = original.split("\\n")
 old = lines[number - 1]
 if new == old.strip():
     sys.exit(f"Line {{number}} already is `{{new}}`. Try another change.")
-tried = pathlib.Path("{tried}")
-before = tried.read_text() if tried.exists() else ""
 change = f"{{number}} {{new!r}}\\n"
-if change in before.splitlines(keepends=True):
-    sys.exit(f"This change to line {{number}} already failed. Try another change, or another line.")
+own = os.path.expanduser("~/.fix-")  # tried, output, errors
+with open(own + "tried", "a+") as tried:
+    tried.seek(0)
+    if change in tried.readlines():
+        sys.exit(f"This change to line {{number}} already failed. Try another change, or another line.")
 lines[number - 1] = old[: len(old) - len(old.lstrip())] + new
-pathlib.Path(file).write_text("\\n".join(lines))
-try:
-    # `env`, because the command may begin with PYTHONPATH=src
-    run = subprocess.run(["env", *shlex.split(tests)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=6)
-    result = (run.stdout.strip() or run.stderr.strip()).split("\\n")[-1]
-    failure = f"With this change, the tests still fail: {{result}}." if run.returncode else ""
-    if failure:
-        tried.write_text(before + change)  # not after a timeout: the machine may be busy
-except subprocess.TimeoutExpired:
+with open(file, "w") as changed:
+    changed.write("\\n".join(lines))
+# `env`, because the command may begin with PYTHONPATH=src
+code = os.waitstatus_to_exitcode(os.system(f"timeout 6 env {{tests}} < /dev/null > '{{own}}output' 2> '{{own}}errors'"))
+if code == 0:
+    print("{finished}")
+    sys.exit()
+with open(file, "w") as changed:
+    changed.write(original)
+if code == 124:
     failure = "With this change, the tests hang."
-if failure:
-    pathlib.Path(file).write_text(original)
-    sys.exit(f"{{failure}} The line is restored. Try another change.")
-print("{finished}")
+else:
+    with open(own + "output", errors="replace") as output, open(own + "errors", errors="replace") as errors:
+        result = (output.read().strip() or errors.read().strip()).split("\\n")[-1]
+    failure = f"With this change, the tests still fail: {{result}}."
+    with open(own + "tried", "a") as tried:  # not after a timeout: the machine may be busy
+        tried.write(change)
+sys.exit(f"{{failure}} The line is restored. Try another change.")
 '''
 _FINISHED = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # a command's output that ends mini-SWE-agent's run
 
@@ -81,9 +89,7 @@ def add_command(row: dict[str, Any]) -> dict[str, Any]:
         f"One line of the function `{name}` in `{path}` (lines {first} to {last}) is wrong:\n\n```\n{listing}\n```\n\n"
         f"{_find_failures(row['instruction'])}\n"
     )
-    script = _SCRIPT.format(
-        constants=repr((path, first, last, tests)), original=_ORIGINAL, tried=_TRIED, finished=_FINISHED
-    )
+    script = _SCRIPT.format(constants=repr((path, first, last, tests)), original=_ORIGINAL, finished=_FINISHED)
     files = {**row["files"], _SCRIPT_NAME: script, _ORIGINAL: text}
     return {**row, "instruction": instruction, "files": files}
 

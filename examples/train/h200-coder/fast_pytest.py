@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FORK_SERVER = Path(__file__).parents[1] / "h200" / "fork_server.py"
+OTHER_EXAMPLE = Path(__file__).parents[1] / "h200"
 _IMPORTS = ("_pytest.assertion.rewrite", "_pytest.terminal", "_pytest.python", "_pytest.unittest")
 _PYTHON3 = """\
 #!/bin/sh
 if [ "$1 $2" = "-m pytest" ]; then
     shift 2
-    exec {python} -I -S {server} run {socket} "$@"
+    exec {python} -I -S {client} {socket} "$@"
 fi
 exec {python} "$@"
 """
@@ -34,11 +34,11 @@ def run_pytest_server(folder: Path) -> Iterator[str]:
     assert python is not None
     socket, programs = folder / "tests", folder / "bin"
     programs.mkdir()
-    words = {"python": python, "server": str(FORK_SERVER), "socket": str(socket)}
+    words = {"python": python, "client": str(OTHER_EXAMPLE / "fork_client.py"), "socket": str(socket)}
     (programs / "python3").write_text(_PYTHON3.format(**{name: shlex.quote(word) for name, word in words.items()}))
     (programs / "python3").chmod(0o755)
     env = {"PATH": path, "HOME": os.environ.get("HOME", "/"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [python, str(FORK_SERVER), "serve", str(socket), "", "pytest", *_IMPORTS]
+    command = [python, str(OTHER_EXAMPLE / "fork_server.py"), str(socket), "", "pytest", *_IMPORTS]
     with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=folder) as server:
         try:
             assert server.stdout is not None

@@ -86,6 +86,7 @@ async def _run(config: RunnerConfig, spec: AgentSpec, installed: Installation) -
         n=config.n,
         rounds=config.rounds,
         timeout_s=config.timeout_s,
+        reuse_grades=True,
         bounds=Bounds(running=config.divide(config.running)),
         session={"sampling": {"temperature": 1.0}},
         model_limits=ModelLimits(context_tokens=config.context, max_output_tokens=config.reply),

@@ -55,7 +55,7 @@ def build_agent(python: str, socket: str = "") -> AgentSpec:
     command = preset.command
     if socket:
         index = command.index(MODULE)
-        command = ("{python}", "-I", "-S", str(HERE / "fork_server.py"), "run", socket, *command[index + 1 :])
+        command = ("{python}", "-I", "-S", str(HERE / "fork_client.py"), socket, *command[index + 1 :])
     return msgspec.structs.replace(
         preset,
         name="mini-swe-agent-tools",
@@ -74,7 +74,6 @@ def run_fork_server(spec: AgentSpec, installed: Installation, socket: Path) -> I
         command = [
             installed.python,
             str(HERE / "fork_server.py"),
-            "serve",
             str(socket),
             installed.folder,
             MODULE,

@@ -1,7 +1,7 @@
 """Start a Python program quickly, by forking a process that has already imported its packages. The program itself is unmodified.
 
-    python3 fork_server.py serve SOCKET FOLDER MODULE IMPORT …   import the modules from FOLDER, then wait for callers
-    python3 -I -S fork_server.py run SOCKET ARGUMENT …           run `python3 -m MODULE ARGUMENT …` in a fork of that process
+    python3 fork_server.py SOCKET FOLDER MODULE IMPORT …   import the modules from FOLDER, then wait for callers
+    python3 -I -S fork_client.py SOCKET ARGUMENT …         run `python3 -m MODULE ARGUMENT …` in a fork of that process
 
 If FOLDER is empty, the modules are those of this Python, and the caller's working folder and PYTHONPATH are searched for others. Modules
 that are found there are never kept for later runs.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import os
 import runpy
 import select
@@ -94,9 +93,15 @@ def fork_agent(
 
     Unless `own_path`, it also imports from the caller's working folder and PYTHONPATH.
     """
-    size = int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "little")
-    first, fds, _, _ = socket.recv_fds(caller, 1, 3)
-    request = json.loads(first + caller.recv(size - 1, socket.MSG_WAITALL))
+    header, fds, _, _ = socket.recv_fds(caller, 4, 3, socket.MSG_WAITALL)
+    size = int.from_bytes(header, "little")
+    request = caller.recv(size, socket.MSG_WAITALL) if size <= MAX_REQUEST_BYTES else b""
+    if len(fds) != 3 or not request or len(request) != size:
+        for fd in fds:
+            os.close(fd)
+        raise ValueError("the request is incomplete or too large")
+    cwd, count, *fields = map(os.fsdecode, request.split(b"\0"))
+    arguments, environment = fields[: int(count)], dict(field.split("=", 1) for field in fields[int(count) :])
     before = set(sys.modules)
     if pid := os.fork():
         for fd in fds:
@@ -113,11 +118,11 @@ def fork_agent(
         for other in (caller, *inherited):
             os.close(other) if isinstance(other, int) else other.close()
         os.environ.clear()
-        os.environ.update(request["env"])
-        os.chdir(request["cwd"])
+        os.environ.update(environment)
+        os.chdir(cwd)
         if not own_path:
-            sys.path[:1] = [request["cwd"], *filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))]
-        sys.argv = ["", *request["arguments"]]
+            sys.path[:1] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        sys.argv = ["", *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
@@ -159,23 +164,5 @@ def kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def run(path: str, arguments: list[str]) -> int:
-    """Ask the server to run the agent with our arguments, environment, working folder and standard files. Return its exit code."""
-    request = json.dumps({"arguments": arguments, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
-    if len(request) > MAX_REQUEST_BYTES:
-        raise SystemExit("fork_server.py: the arguments and the environment are too large")
-    server = socket.socket(socket.AF_UNIX)
-    server.connect(path)
-    server.sendall(len(request).to_bytes(4, "little"))
-    socket.send_fds(server, [request[:1]], [0, 1, 2])
-    server.sendall(request[1:])
-    answer = server.recv(1)
-    return answer[0] if answer else 1
-
-
 if __name__ == "__main__":
-    _, verb, path, *rest = sys.argv
-    if verb == "serve":
-        serve(path, rest[0], rest[1], rest[2:])
-    else:
-        raise SystemExit(run(path, rest))
+    serve(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
