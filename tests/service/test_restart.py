@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -103,6 +104,55 @@ async def test_recorded_grade_survives_kill(tmp_path: Path) -> None:
             assert (await service.all_events(f"r{n}"))[-1].data["reward"] == expected[2]
 
 
+async def test_unreadable_files_and_rows_do_not_prevent_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = ServiceStorage(tmp_path / "service")
+    for rollout in ("bad-result", "bad-event", "bad-state", "good"):
+        storage.save_state(running_state(rollout), "place")
+        storage.add_event(rollout, RolloutEvent(cursor=1, time=101.0, kind="queued"))
+    storage.close()
+    result = tmp_path / "service" / "results" / "bad-result.json"
+    result.write_bytes(b'{"rollout_id": "\xff')
+    with sqlite3.connect(tmp_path / "service" / "service.db") as db:
+        db.execute("UPDATE rollouts SET state = ? WHERE id = 'bad-state'", (b'{"rollout_id": "\xff"}',))
+        db.execute("UPDATE events SET event = '{' WHERE rollout = 'bad-event'")
+    async with run_service(data=tmp_path) as service:
+        states = {state.rollout_id: state for state in service.rollouts.list().rollouts}
+        assert set(states) == {"bad-result", "bad-event", "good"}
+        assert all(
+            state.done and state.error is not None and "lost" in state.error.message for state in states.values()
+        )
+        assert "the state of rollout bad-state is damaged" in caplog.text
+        assert (await service.rollouts.finalize("good")).status == "error"
+        with pytest.raises(StoreError, match=r"bad-result\.json cannot be read"):
+            await service.rollouts.finalize("bad-result")
+        with pytest.raises(StoreError, match="database failed"):
+            await service.rollouts.events("bad-event")
+    result.unlink()
+    async with run_service(data=tmp_path) as service:
+        assert (await service.rollouts.finalize("bad-result")).status == "error"
+
+
+async def test_full_disk_does_not_prevent_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = ServiceStorage(tmp_path / "service")
+    storage.save_state(running_state("r"), "place")
+    storage.close()
+
+    def refuse(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", refuse)
+        async with run_service(data=tmp_path) as service:
+            assert (await service.rollouts.finalize("r")).kind == "infrastructure fault"
+    assert not list((tmp_path / "service" / "results").iterdir())
+    async with run_service(data=tmp_path) as service:
+        assert (await service.rollouts.finalize("r")).kind == "infrastructure fault"
+        assert [event.kind for event in await service.all_events("r")] == ["ended"]
+    assert (tmp_path / "service" / "results" / "r.json").is_file()
+
+
 def test_deletion_is_atomic(tmp_path: Path) -> None:
     storage = ServiceStorage(tmp_path / "service")
     for rollout in ("a", "b"):
@@ -114,7 +164,7 @@ def test_deletion_is_atomic(tmp_path: Path) -> None:
         storage.delete_rows(["a", "b"])
     assert len(list(storage.read_states())) == 2 and len(storage.read_events("a", 0, 9)) == 1
     storage.delete_rows(["a"])
-    assert [state.rollout_id for state, _ in storage.read_states()] == ["b"] and storage.read_events("a", 0, 9) == []
+    assert [rollout for rollout, _, _ in storage.read_states()] == ["b"] and storage.read_events("a", 0, 9) == []
     storage.close()
 
 

@@ -126,35 +126,49 @@ class RolloutHistory:
 
     async def load(self) -> None:
         """Load the rollouts of earlier processes. An unfinished rollout is marked as lost, unless its result or grade was recorded."""
-        for state, gateway in self._storage.read_states():
+        for rollout, gateway, state in self._storage.read_states():
+            self._gateways[rollout] = gateway  # also if the state is damaged, so that its traces are kept
+            if state is None:
+                continue
             if not state.done:
+                self._orphans.setdefault(gateway, []).append(rollout)
                 state = await self._end_interrupted(state, gateway)
-            self._states[state.rollout_id] = state
-            self._gateways[state.rollout_id] = gateway
+            self._states[rollout] = state
         await self.delete_oldest()
 
     async def _end_interrupted(self, state: RolloutState, gateway: str) -> RolloutState:
+        """Store and return the final state of an interrupted rollout.
+
+        If the rollout's events or result cannot be read, or its final state cannot be written, log an error. The next start tries again.
+        """
         storage, rollout = self._storage, state.rollout_id
-        events = storage.read_events(rollout, 0, -1)
-        result = await asyncio.to_thread(storage.read_result, rollout)
+        events: list[RolloutEvent] = []
+        try:
+            events = storage.read_events(rollout, 0, -1)
+            result = await asyncio.to_thread(storage.read_result, rollout)
+        except StoreError as error:
+            log.error("interrupted rollout %s is shown as lost: %s", rollout, error.message)
+            return msgspec.structs.replace(final_state.from_events(state, events), cursor=len(events))
         if result is not None:  # only the final state is missing
             state = final_state.from_result(result, state)
         else:
             state = final_state.from_events(state, events)
             notes, folder = final_state.list_notes(state), storage.artifacts_folder(rollout)
             result = report.build_result(state, None, None, folder, self._config.clamp, notes)
-            await asyncio.to_thread(storage.write_result, result, ())
-        if not events or events[-1].kind != "ended":
-            events.append(
-                RolloutEvent(
-                    cursor=len(events) + 1, time=time.time(), kind="ended", data=final_state.build_end_event_data(state)
-                )
-            )
-            storage.add_event(rollout, events[-1])
+            await self.save_result(result, [])
         state = msgspec.structs.replace(state, cursor=len(events))
-        storage.save_state(state, gateway)
+        try:
+            if not events or events[-1].kind != "ended":
+                data = final_state.build_end_event_data(state)
+                storage.add_event(
+                    rollout, RolloutEvent(cursor=len(events) + 1, time=time.time(), kind="ended", data=data)
+                )
+                state = msgspec.structs.replace(state, cursor=len(events) + 1)
+            if rollout not in self._unwritten:  # otherwise `flush` saves the state after the result
+                storage.save_state(state, gateway)
+        except StoreError as error:
+            log.error("the final state of rollout %s could not be written: %s", rollout, error.message)
         await asyncio.to_thread(storage.delete_inputs, rollout)
-        self._orphans.setdefault(gateway, []).append(rollout)
         return state
 
     async def cancel_orphans(self, gateway: str, client: GatewayClient) -> None:

@@ -10,6 +10,7 @@ Database methods run on the event loop, because a commit takes only about 0.05 m
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from turngate.errors import ConfigError, StoreError
 from turngate.service.result import ConversationMessage, RolloutEvent, RolloutResult, RolloutState
 from turngate.store.lock import lock_folder
 
+log = logging.getLogger("turngate")
 _SCHEMA = 1
 # `place` is the name of the rollout's gateway.
 _TABLES = """
@@ -71,11 +73,22 @@ class ServiceStorage:
 
     # ── states and events ───────────────────────────────────────────────────────────────────────────────────────
 
-    def read_states(self) -> Iterator[tuple[RolloutState, str]]:
-        """Yield the state of every stored rollout and the name of its gateway, oldest first."""
+    def read_states(self) -> Iterator[tuple[str, str, RolloutState | None]]:
+        """Yield each stored rollout, the name of its gateway, and its state, oldest first. The state is None if it is damaged."""
         with _store_errors():
-            rows = self._db.execute("SELECT state, place FROM rollouts ORDER BY id").fetchall()
-        return ((msgspec.json.decode(state, type=RolloutState), gateway) for state, gateway in rows)
+            rows = self._db.execute("SELECT id, place, state FROM rollouts ORDER BY id").fetchall()
+        for rollout, gateway, data in rows:
+            try:
+                state = msgspec.json.decode(data, type=RolloutState)
+            except ValueError as error:
+                log.error(
+                    "the state of rollout %s is damaged (%s), so the rollout is not listed; restore service.db in %s from a backup",
+                    rollout,
+                    error,
+                    self.folder,
+                )
+                state = None
+            yield rollout, gateway, state
 
     def save_state(self, state: RolloutState, gateway: str) -> None:
         with _store_errors():
@@ -94,7 +107,7 @@ class ServiceStorage:
                 "SELECT event FROM events WHERE rollout = ? AND cursor > ? ORDER BY cursor LIMIT ?",
                 (rollout, after, limit),
             ).fetchall()
-        return [msgspec.json.decode(event, type=RolloutEvent) for (event,) in rows]
+            return [msgspec.json.decode(event, type=RolloutEvent) for (event,) in rows]
 
     def delete_rows(self, rollouts: Sequence[str]) -> None:
         """Delete the states and events of rollouts. If that fails, delete nothing and raise `StoreError`."""
@@ -173,7 +186,7 @@ def _read(path: Path, decode: Callable[[bytes], T]) -> T | None:
         return decode(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: invalid JSON or UTF-8
         raise StoreError(
             f"{path} cannot be read ({error}); check the disk and the file's permissions, or restore the file from a backup"
         ) from None
@@ -183,7 +196,7 @@ def _read(path: Path, decode: Callable[[bytes], T]) -> T | None:
 def _store_errors() -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, ValueError) as error:  # ValueError: a row with invalid JSON or UTF-8
         raise StoreError(
             f"the service's database failed ({error}); check the disk and the permissions of the service's data folder"
         ) from None
