@@ -88,6 +88,8 @@ DAMAGED: list[tuple[str, Change, str]] = [
         lambda tree: tree["segments"][1]["turn"].update(trained_in=9),
         r"segments\[1\].turn.trained_in must be the index of a row",
     ),
+    ("a large id", lambda tree: tree["ids"].__setitem__(0, 2**31), r"Expected `int` <= 2147483647 - at `\$\.ids\[0\]`"),
+    ("a large position", lambda tree: tree["positions"].__setitem__(0, 2**31), r"`\$\.positions\[0\]`"),
     ("text that is not JSON", lambda tree: tree.update(rows="{"), "rows cannot be read as JSON"),
     (
         "nested text",

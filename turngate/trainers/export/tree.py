@@ -43,7 +43,7 @@ from turngate.trainers.export.turn_rewards import (
     describe_turns,
     list_turn_columns,
 )
-from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, TokenId
 
 _TREE_COLUMNS = {
     "ids": "id[]",
@@ -127,8 +127,8 @@ class _TreeRecord(msgspec.Struct, frozen=True):
     session: str
     advantage: float | None
     weight: float
-    ids: list[int]
-    positions: list[int]
+    ids: list[TokenId]
+    positions: list[TokenId]  # the same range
     mask: list[bool]
     logprobs: list[float | None]
     segments: tuple[Segment, ...]
