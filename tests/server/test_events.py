@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.kit import Gated, Running, gateway, say, until
@@ -74,6 +75,18 @@ async def test_events_survive_restart_and_numbering_continues(tmp_path: Path) ->
         assert session_events == [e for e in before if e["session"] == session.id]
         assert await read_events(g, after=before[3]["seq"]) == after[4:]
         assert [e.seq for e in g.app.events.page(after=before[3]["seq"])] == [e["seq"] for e in after[4:]]
+
+
+@pytest.mark.parametrize(("limit", "value", "status"), [("turns", 0, 409), ("context_tokens", 20, 400)])
+async def test_limit_that_refuses_calls_is_reported_once(limit: str, value: int, status: int) -> None:
+    async with gateway(HELLO) as g:
+        session = await g.open(limits={limit: value}, at_limit="conflict")
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError) as refused:
+                await g.ask(session.key, "word " * 30)
+            assert refused.value.status_code == status
+        reached = [event["data"] for event in await read_events(g) if event["kind"] == "limit"]
+        assert reached == [{"limit": limit}] and (await g.show(session.id))["stop"] == limit
 
 
 async def test_follower_gets_each_event_once_across_restarts(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class TurnRecorder:
         draft.settle()
         self._record_answer(draft, sampled)
         if session.tokens_left == 0:
-            self.note_stop(session, "sampled_tokens")  # the agent may never call again
+            self._note_stop(session, "sampled_tokens")  # the agent may never call again
         if was_cancelled:
             self.mark_undelivered(session, sampled.id)
         self._report(draft, message, sampled, facts)
@@ -163,17 +163,17 @@ class TurnRecorder:
                 "session %s: cannot record that a refused call was repeated and answered: %s", session.id, error.message
             )
 
-    def note_stop(self, session: Session, limit: str) -> None:
-        """Record the limit that stopped a session."""
-        if session.stop != limit:
-            session.stop = limit
-            self._journal.note_stop(session.key, limit)
-
-    def announce_limit(self, session: Session, limit: str) -> None:
-        """Add a `limit` event, unless this process has already added one for this session and limit."""
+    def record_limit(self, session: Session, limit: str) -> None:
+        """Record the limit that stopped a session. Add a `limit` event, unless this process has already added one for this limit."""
+        self._note_stop(session, limit)
         if limit not in session.limits_announced:
             session.limits_announced.add(limit)
             self._events.add(session.id, "limit", {"limit": limit})
+
+    def _note_stop(self, session: Session, limit: str) -> None:
+        if session.stop != limit:
+            session.stop = limit
+            self._journal.note_stop(session.key, limit)
 
 
 def _find_cause(draft: TurnDraft, context: Context | None, quotes: tuple[int, ...]) -> Cause | None:

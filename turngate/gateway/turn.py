@@ -231,10 +231,9 @@ class TurnPipeline:
 
         If the session is configured with `at_limit="conflict"`, raise `Conflict` instead of returning a reply.
         """
-        self._recorder.note_stop(session, limit)
+        self._recorder.record_limit(session, limit)
         if session.config.at_limit == "conflict":
             raise Conflict(f"this session has reached its limit ({limit}); open a new session")
-        self._recorder.announce_limit(session, limit)
         text = limit_message(limit)
         return [Delta("content", text), Done("stop", Message("assistant", text), Usage(0, 0))]
 
@@ -329,8 +328,8 @@ class TurnPipeline:
         limit, max_context = session.config.limits.context_tokens, self._settings.max_context
         if limit is not None and size >= limit:
             session.truncated = True
-            self._recorder.note_stop(session, "context_tokens")
             if session.config.at_limit == "conflict":
+                self._recorder.record_limit(session, "context_tokens")
                 raise context_overflow(limit, size)
             raise LimitReached("context_tokens")
         if max_context is not None and size >= max_context:
