@@ -301,8 +301,30 @@ def test_file_that_is_not_json_is_rejected(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ConfigError, match="line 1 is not a JSON object"):
         list(read_trees(path))
+    path.write_bytes(b"{}\xff\n")
+    with pytest.raises(ConfigError, match=r"line 1 cannot be read as JSON: .*can't decode byte 0xff"):
+        list(read_trees(path))
     with pytest.raises(ConfigError, match="at least one tree"):
         pack_trees([])
+
+
+def test_file_that_is_not_parquet_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "trees.parquet"
+    path.write_bytes(b"PAR")
+    with pytest.raises(ConfigError, match=r"trees\.parquet: it cannot be read as a Parquet file: .*3 bytes"):
+        list(read_trees(path))
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"ids": [[1], [2]]}), path)
+    with pytest.raises(ConfigError, match=r"row 1: .*not a tree that `turngate export tree` wrote: .*`session`"):
+        list(read_trees(path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trees{suffix} cannot be read \(No such file or directory\); pass a file"):
+        list(read_trees(tmp_path / f"trees{suffix}"))
 
 
 def test_sub_agents_are_computed_once() -> None:

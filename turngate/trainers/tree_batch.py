@@ -28,6 +28,7 @@ from turngate.trace.prefix_tree import PrefixTree, find_attended_until
 from turngate.trace.side_data import concatenate_values
 from turngate.trace.turn_advantage import spread_advantages
 from turngate.trace.turn_rewards import spread_rewards
+from turngate.trainers.export.base import Record
 from turngate.trainers.export.tree import ExportedTree, decode_tree
 from turngate.types import RaggedArray
 
@@ -84,30 +85,55 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
 
 
 def read_trees(path: Path) -> Iterator[ExportedTree]:
-    """Read trees from a file that `turngate export tree` wrote."""
-    if path.suffix == ".parquet":
-        if find_spec("pyarrow") is None:
-            raise ConfigError(
-                f"{path}: reading a Parquet file needs pyarrow; run `pip install 'turngate[parquet]'`", param="path"
-            )
-        with import_module("pyarrow.parquet").ParquetFile(path) as file:
-            for part in file.iter_batches():
-                yield from map(decode_tree, part.to_pylist())
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                record = parse_json(line)
-            except ValueError as error:
-                reason = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
-                raise ConfigError(f"{path}: line {number} cannot be read as JSON: {reason}", param="path") from None
-            if not isinstance(record, dict):
-                raise ConfigError(f"{path}: line {number} is not a JSON object", param="path")
-            try:
-                tree = decode_tree(record)
-            except ConfigError as error:
-                raise ConfigError(f"{path}: line {number}: {error.message}", param="path") from None
-            yield tree
+    """Read trees from a file that `turngate export tree` wrote. Raise `ConfigError` if the file cannot be read or has other content."""
+    for place, record in _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path):
+        try:
+            tree = decode_tree(record)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {place}: {error.message}", param="path") from None
+        yield tree
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield each record of a Parquet file, and its place for error messages."""
+    if find_spec("pyarrow") is None:
+        raise ConfigError(
+            f"{path}: reading a Parquet file needs pyarrow; run `pip install 'turngate[parquet]'`", param="path"
+        )
+    arrow = import_module("pyarrow")
+    try:
+        with path.open("rb") as raw, import_module("pyarrow.parquet").ParquetFile(raw) as file:
+            records = (record for part in file.iter_batches() for record in part.to_pylist())
+            for number, record in enumerate(records, 1):
+                yield f"row {number}", record
+    except OSError as error:
+        raise _read_error(path, error) from None
+    except (arrow.ArrowException, ValueError) as error:
+        raise ConfigError(f"{path}: it cannot be read as a Parquet file: {error}", param="path") from None
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield each record of a JSON Lines file, and its place for error messages."""
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    record = parse_json(line.decode())
+                except ValueError as error:
+                    reason = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
+                    raise ConfigError(f"{path}: line {number} cannot be read as JSON: {reason}", param="path") from None
+                if not isinstance(record, dict):
+                    raise ConfigError(f"{path}: line {number} is not a JSON object", param="path")
+                yield f"line {number}", record
+    except OSError as error:
+        raise _read_error(path, error) from None
+
+
+def _read_error(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be read ({error.strerror or error}); pass a file that `turngate export tree` wrote",
+        param="path",
+    )
 
 
 def pack_trees(trees: Sequence[ExportedTree | DeliveredTree], device: str = "cpu") -> TreeBatch:
