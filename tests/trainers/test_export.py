@@ -30,7 +30,7 @@ from turngate.store.store import Store
 from turngate.trace.sample import build_samples
 from turngate.trace.session import Session
 from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, areal, export, files, tinker
-from turngate.trainers.export.files import UnwritableRecord, encode_json
+from turngate.trainers.export.files import RecordLayout, UnwritableRecord, encode_json, open_output
 from turngate.trainers.export.rows import describe_versions
 from turngate.trainers.export.side_data import decode_experts
 from turngate.types import encode_array
@@ -39,6 +39,17 @@ from turngate.views.session import open_row_source
 TOOLS = [tool()]
 CALL = calls(("read_file", {"path": "a"}))
 PROMPT = [{"role": "system", "content": "Be brief."}, user("Read a.")]
+
+
+def read_records(out: Path) -> list[Any]:
+    if out.suffix == ".parquet":
+        from pyarrow import parquet
+
+        records: list[Any] = parquet.read_table(out).to_pylist()
+        return records
+    if out.is_dir():
+        return [json.loads(path.read_text()) for path in sorted(out.iterdir())]
+    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 class Recording:
@@ -78,13 +89,7 @@ class Recording:
         out = self.out / f"out{suffix}"
         done = export(self.data, out, ExportChoices(format=format, wanted=RolloutFilter(**wanted), **choices))
         assert [path.name for path in self.out.iterdir() if path.name.startswith(".")] == []
-        if suffix == ".parquet":
-            from pyarrow import parquet
-
-            return parquet.read_table(out).to_pylist(), done
-        if out.is_dir():
-            return [json.loads(path.read_text()) for path in sorted(out.iterdir())], done
-        return [json.loads(line) for line in out.read_text().splitlines()], done
+        return read_records(out), done
 
     def damage(self, table: str, cell: str, name: str, written: object) -> None:
         """Overwrite one database cell of a rollout."""
@@ -569,6 +574,18 @@ async def test_deeply_nested_arguments_stay_text(recording: Recording) -> None:
     assert isinstance(arguments, str) and json.loads(arguments) == deep, "arguments were changed"
     with pytest.raises(UnwritableRecord):
         encode_json({"tools": _nested(3000)})
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_unwritable_record_is_left_out_alone(tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / f"rows{suffix}"
+    with open_output(out, RecordLayout(what="rows", columns={"a": "json"})) as file:
+        file.add({"a": [1]})
+        with pytest.raises(UnwritableRecord):
+            file.add({"a": _nested(3000)})
+        file.add({"a": [2]})
+    assert [json.loads(row["a"]) if suffix == ".parquet" else row["a"] for row in read_records(out)] == [[1], [2]]
+    assert file.records == 2
 
 
 def _nested(levels: int) -> Any:

@@ -227,7 +227,12 @@ class _ParquetFile(OutputFile):
         }[kind]
 
     def add(self, record: Mapping[str, Json]) -> None:
-        self._waiting.append(record)
+        texts = {  # encoded now, so that a record that cannot be encoded is left out alone
+            field.name: _encode_text(record[field.name])
+            for field in self._schema
+            if self._arrow.types.is_string(field.type)
+        }
+        self._waiting.append({**record, **texts})
         self._tokens += 1000 + sum(len(value) for value in record.values() if isinstance(value, np.ndarray))
         self.records += 1
         if self._tokens > _BATCH:
@@ -248,10 +253,15 @@ class _ParquetFile(OutputFile):
         self._waiting, self._tokens = [], 0
 
     def _array(self, values: list[Json], kind: Any) -> Any:
-        if self._arrow.types.is_string(kind):  # values that are not text are stored as JSON
-            values = [v if v is None or isinstance(v, str) else encode_json(v).decode() for v in values]
-            values = [v if v is None else v.encode("utf-8", "backslashreplace").decode() for v in values]
-        elif self._arrow.types.is_list(kind) and any(isinstance(v, np.ndarray) and v.dtype.kind == "f" for v in values):
+        if self._arrow.types.is_list(kind) and any(isinstance(v, np.ndarray) and v.dtype.kind == "f" for v in values):
             # Store NaN as null, so that no program uses it as a number.
             values = [v if v is None else self._arrow.array(v, type=kind.value_type, from_pandas=True) for v in values]
         return self._arrow.array(values, type=kind)
+
+
+def _encode_text(value: Json) -> str | None:
+    """Return the text for a Parquet column. Values that are not text become JSON, and lone surrogates are escaped."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else encode_json(value).decode()
+    return text.encode("utf-8", "backslashreplace").decode()
