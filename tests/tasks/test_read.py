@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from tests.tasks.test_swe import row as swe_row
+from turngate.api.task import _load_path
 from turngate.cli.main import app
 from turngate.errors import TaskError
 from turngate.tasks import read_tasks
@@ -122,11 +123,21 @@ def test_row_files_are_stored_once_and_repaired(tmp_path: Path, cache: Path) -> 
     assert not [path for path in (cache / "tasks").iterdir() if path.name.startswith(".")]
 
 
+def test_row_is_selected_by_the_number_in_messages(tmp_path: Path) -> None:
+    rows = write_lines(tmp_path / "t.jsonl", make_row("a"), "", make_row("b"), {"id": "c"})
+    assert _load_path(f"{rows}#2").id == "b"
+    for where, load in ((rows, ids), (f"{rows}#3", _load_path)):
+        with pytest.raises(TaskError, match=r"t.jsonl, row 3 \(c\): instruction is missing"):
+            load(where)
+    with pytest.raises(TaskError, match=r"t.jsonl has no row 4; its last row is 3"):
+        _load_path(f"{rows}#4")
+
+
 def test_swe_rows_are_detected_by_fields(tmp_path: Path) -> None:
     mixed = write_lines(tmp_path / "t.jsonl", swe_row(), "", make_row())
     swe_task, native_task = read_tasks(mixed)
     assert isinstance(swe_task.grader, Swe) and swe_task.source.endswith("t.jsonl, row 1")
-    assert native_task.id == "one" and native_task.source.endswith("row 3"), "rows are counted as lines"
+    assert native_task.id == "one" and native_task.source.endswith("row 2"), "a blank line is not a row"
     (tmp_path / "t.json").write_text(json.dumps([swe_row(), make_row()]))
     assert ids(tmp_path / "t.json") == ["Org__repo-1", "one"]
 

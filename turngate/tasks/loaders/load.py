@@ -215,9 +215,8 @@ def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
 def _read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _decode_json(line)
+            for number, line in enumerate(filter(bytes.strip, file), 1):  # blank lines are not rows
+                yield number, _decode_json(line)
     except OSError as error:
         raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="tasks") from None
 
