@@ -101,3 +101,25 @@ async def test_every_client_that_waits_warns(
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
+
+
+@pytest.mark.parametrize("status", [b"302 Found", b"429 Too Many Requests", b"500 Internal Server Error"])
+async def test_events_treat_errors_that_may_pass_as_an_outage(
+    status: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    monkeypatch.setattr(outage, "_FIRST_S", 0.01)
+    async with await asyncio.start_server(fail, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with GatewayClient(f"http://127.0.0.1:{port}", "k" * 20) as client:
+            following = asyncio.ensure_future(follow_events(client))
+            async with asyncio.timeout(20):
+                while "has not answered for" not in caplog.text:
+                    await asyncio.sleep(0.02)
+            assert not following.done()
+            following.cancel()
+            await asyncio.wait([following])

@@ -232,6 +232,13 @@ async def test_waiting_follower_ends_when_gateway_closes(tmp_path: Path) -> None
     store.close()
 
 
+async def test_client_raises_an_error_for_events_that_the_gateway_will_never_send() -> None:
+    async with gateway() as g, client(g) as connected, asyncio.timeout(scaled(5)):
+        with pytest.raises(RequestRejected, match="after") as rejected:
+            await anext(connected.events(after=-1))
+        assert rejected.value.answered == 400
+
+
 # ── removal ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -41,6 +41,7 @@ from turngate.types import Json
 __all__ = ["GatewayClient", "GatewayUnreachable", "InvalidReply", "RequestRejected"]
 
 _PAGE = 100  # tool calls per request
+_RETRIED_STATUSES = (408, 425, 429)  # client errors that a later attempt may not get
 _event_decoder = msgspec.json.Decoder(GatewayEvent)
 
 
@@ -193,7 +194,8 @@ class GatewayClient(FeedClient):
 
         `after` is the `seq` of the last event that the caller has read, or 0 to start at the beginning. The stream survives gateway
         restarts without losing or repeating an event. It ends without an error if the gateway does not know the session or does not accept
-        the key. With `wait=False`, it stops after the existing events.
+        the key. It raises an error if the gateway rejects the request for another reason, such as a negative `after`. With `wait=False`, it
+        stops after the existing events.
         """
         assert self._http is not None, "the client is not open; use it in an `async with` block"
         path = f"/admin/sessions/{quote(session)}/events" if session else "/admin/events"
@@ -204,15 +206,20 @@ class GatewayClient(FeedClient):
                 async with self._http.get(url, timeout=limit, allow_redirects=False) as response:
                     if response.status in (401, 403, 404):
                         return
+                    if 400 <= response.status < 500 and response.status not in _RETRIED_STATUSES:
+                        is_ours = "x-turngate" in response.headers
+                        raise self._to_error(response.status, await response.read(), is_ours=is_ours)
                     if response.status == 200:
                         self._outage.add_answer()
-                    async for line in response.content:
-                        if line.startswith(b"data: ") and response.status == 200:
-                            event = _event_decoder.decode(line[6:])
-                            after = event.seq
-                            yield event
-                    if not wait and response.status == 200:
-                        return
+                        async for line in response.content:
+                            if line.startswith(b"data: "):
+                                event = _event_decoder.decode(line[6:])
+                                after = event.seq
+                                yield event
+                        if not wait:
+                            return
+                    else:
+                        self._outage.add_failure()
             except (aiohttp.ClientError, TimeoutError, ValueError):  # ValueError: a line too long to be a gateway event
                 self._outage.add_failure()
             await asyncio.sleep(0.5)
