@@ -150,4 +150,8 @@ def test_contradictory_report_is_rejected(change: dict[str, object], problem: st
         check_lags([one, one])
     with pytest.raises(BadRequest, match="'lags' is empty"):
         check_lags([])
+    [broken] = measure([float("nan")])
+    check_lags([broken])
+    with pytest.raises(BadRequest, match="and null otherwise"):
+        check_lags([msgspec.structs.replace(broken, k3=5.0)])
     assert len(one.counts) == len(MISMATCH_EDGES) + 1

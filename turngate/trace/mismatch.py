@@ -140,7 +140,8 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
                 f"{where}.mean is {one.mean}, but {where}.largest is {one.largest}; a mean cannot exceed the largest value",
                 param="lags",
             )
-        if (one.not_finite < one.tokens) != all(value is not None for value in (one.mean, one.largest, one.k1, one.k3)):
+        has_finite = one.not_finite < one.tokens
+        if any((value is not None) != has_finite for value in (one.mean, one.largest, one.k1, one.k3)):
             raise BadRequest(
                 f"{where}: 'mean', 'largest', 'k1' and 'k3' must be numbers if 'not_finite' is less than 'tokens', and null otherwise",
                 param="lags",
