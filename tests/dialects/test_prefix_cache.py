@@ -236,3 +236,15 @@ def test_earlier_history_is_not_changed_by_later_request() -> None:
             WireRequest(json.dumps({field: [*first, _MAKERS[name]("c", 2), _MAKERS[name]("d", 0)], **extra}).encode())
         )
         assert short.history.raws == raws
+
+
+def test_request_over_http_is_checked_although_it_extends_one_over_a_websocket() -> None:
+    cache = PrefixCache(BY_NAME["responses"], FrameCache())
+
+    def body(items: int) -> bytes:
+        return json.dumps({"generate": False, "input": [_responses("x", 0)] * items, "model": "m"}).encode()
+
+    cache.decode(WireRequest(body(1), over_socket=True))
+    with pytest.raises(BadRequest, match="only over a WebSocket"):
+        cache.decode(WireRequest(body(2)))
+    assert len(cache.decode(WireRequest(body(2), over_socket=True)).history.raws) == 2

@@ -41,7 +41,7 @@ class _Frame(msgspec.Struct, frozen=True):
 
     head: bytes
     tail: bytes
-    key: tuple[object, ...]  # the parts of the request outside its body that affect decoding: verb, model and query
+    key: tuple[object, ...]  # the parts of the request outside its body that affect decoding: see `_request_key`
     call: Call  # the decoded call, without its history
 
 
@@ -214,8 +214,11 @@ _EMPTY_HISTORY = _EmptyHistory()
 
 
 def _request_key(wire: WireRequest) -> tuple[object, ...]:
-    """Return the verb, model and query of a request. An API key in the query is left out: frames do not depend on the caller's key."""
-    return wire.verb, wire.model, *sorted(item for item in wire.query.items() if item[0] != "key")
+    """Return the verb, model and query of a request, and whether it came over a WebSocket.
+
+    An API key in the query is left out: frames do not depend on the caller's key.
+    """
+    return wire.verb, wire.model, wire.over_socket, *sorted(item for item in wire.query.items() if item[0] != "key")
 
 
 def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int]:
