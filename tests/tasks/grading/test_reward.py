@@ -1,11 +1,13 @@
-"""A reward file holds a finite number in one of Harbor's formats."""
+"""A reward file holds a finite number in one of Harbor's formats. The grade of a function has a finite reward, or none if it may."""
 
 from __future__ import annotations
 
 import pytest
 
+from turngate.tasks.grading.function import _to_grade
 from turngate.tasks.grading.result import Undecided
 from turngate.tasks.grading.script import _parse_reward
+from turngate.tasks.grading.types import Grade
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,22 @@ def test_valid_rewards(kind: str, content: bytes, reward: float) -> None:
 def test_invalid_reward_is_undecided(kind: str, content: bytes) -> None:
     with pytest.raises(Undecided):
         _parse_reward(kind, content)
+
+
+@pytest.mark.parametrize(
+    ("grade", "problem"),
+    [
+        (Grade(kind="graded"), "without a finite reward"),
+        (Grade(kind="agent failed", reward=float("nan")), "without a finite reward"),
+        (Grade(kind="invalid task", reward=1.0), "kind 'invalid task' with a reward"),
+        (Grade(kind="infrastructure fault", reward=0.0), "kind 'infrastructure fault' with a reward"),
+    ],
+)
+def test_grades_that_the_store_would_reject(grade: Grade, problem: str) -> None:
+    with pytest.raises(Undecided, match=problem):
+        _to_grade("graders.py:grade", grade)
+
+
+@pytest.mark.parametrize("grade", [Grade(kind="agent failed"), Grade(kind="agent failed", reward=0.0)])
+def test_failed_agent_may_have_a_reward(grade: Grade) -> None:
+    assert _to_grade("graders.py:grade", grade) is grade

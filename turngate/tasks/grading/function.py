@@ -24,6 +24,7 @@ from typing import Any
 
 from turngate.errors import SandboxError, TaskError, TurngateError
 from turngate.sandboxes.base import ExecResult, Sandbox
+from turngate.store.outcomes import NO_REWARD
 from turngate.tasks.grading import sandbox as grading_sandbox
 from turngate.tasks.grading.result import Control, GraderLog, GraderResult, Undecided
 from turngate.tasks.grading.types import Grade, GradedTurn, GradingEnvironment, Work
@@ -248,7 +249,11 @@ def _load_function(task: Task, name: str) -> Callable[[Subject], Any]:
 
 def _to_grade(name: str, value: object) -> Grade:
     if isinstance(value, Grade):
-        if value.kind == "graded" and not _is_finite(value.reward):
+        if value.kind in NO_REWARD and value.reward is not None:
+            raise Undecided(
+                f"{name} returned a grade of kind {value.kind!r} with a reward; its reward must be None, because the work was not graded"
+            )
+        if (value.kind == "graded" or value.reward is not None) and not _is_finite(value.reward):
             raise Undecided(f"{name} returned a grade without a finite reward")
         return value
     if isinstance(value, int | float) and _is_finite(value):
