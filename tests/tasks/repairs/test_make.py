@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import json
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from turngate.cli.main import app
 from turngate.errors import ConfigError, TaskError
+from turngate.tasks.repairs import package as package_module
 from turngate.tasks.repairs.make import (
     Bug,
     BugSearch,
@@ -169,6 +171,37 @@ def test_failed_download_is_a_task_error(
         with pytest.raises(TaskError, match=f"cannot be downloaded: {problem}.*; check the package's name"):
             load_package("limits==1.0")
         server.join()
+
+
+def test_unreadable_file_is_a_task_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(TaskError, match=rf"{folder}/.* cannot be read \(Permission denied\); check the permissions"):
+        load_package(str(folder))
+
+
+def test_unreadable_archive_is_a_task_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path))
+    (tmp_path / "releases").mkdir()
+    (tmp_path / "releases" / "limits-1.0.tar.gz").symlink_to("/proc/self/mem")  # reading it fails, also for root
+    with pytest.raises(TaskError, match=r"limits-1\.0\.tar\.gz cannot be read \(.*\); .* set TURNGATE_CACHE"):
+        load_package("limits==1.0")
+
+
+def test_unwritable_cache_is_a_task_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path))
+    (tmp_path / "releases").write_text("a file")
+    monkeypatch.setattr(package_module, "_fetch", lambda address: b'<a href="limits-1.0.tar.gz">')
+    with pytest.raises(TaskError, match=r"limits-1\.0\.tar\.gz cannot be written \(.*\); .* set TURNGATE_CACHE"):
+        load_package("limits==1.0")
+
+
+@pytest.mark.parametrize("source", ["~no-such-user/limits", "x" * 5000], ids=["unknown user", "too long"])
+def test_impossible_path_is_a_task_error(source: str) -> None:
+    with pytest.raises(TaskError, match="is neither a folder nor a release"):
+        load_package(source)
 
 
 def test_index_url_without_scheme_is_a_task_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

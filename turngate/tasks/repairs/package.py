@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from turngate.agents.install import cache_folder
-from turngate.common.validation import parse_toml
+from turngate.common.validation import parse_toml, path_exists
 from turngate.errors import TaskError
 
 INDEX = "https://pypi.org/simple"
@@ -89,8 +89,8 @@ def is_test(path: str) -> bool:
 
 def load_package(source: str) -> Package:
     """Load a package from a folder or a release. Raise `TaskError` if it cannot be read, is too large, or has no tests or no code."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(source))  # noqa: PTH111  (`Path.expanduser` raises an error for unknown users)
+    if path_exists(folder) and folder.is_dir():
         package = _load_folder(folder)
     elif (match := _RELEASE.fullmatch(source)) is not None:
         package = _load_release(match["name"], match["version"])
@@ -115,11 +115,17 @@ def load_package(source: str) -> Package:
 
 
 def _load_folder(folder: Path) -> Package:
-    files = {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.is_symlink() and _is_needed(path.relative_to(folder).as_posix())
-    }
+    try:
+        files = {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.is_symlink() and _is_needed(path.relative_to(folder).as_posix())
+        }
+    except OSError as error:
+        raise TaskError(
+            f"repairs: {error.filename or folder} cannot be read ({error.strerror}); check the permissions of the folder's files",
+            param="sources",
+        ) from None
     about = _parse_metadata(files.pop(_METADATA, b""))
     texts, left_out = _decode_files(files, str(folder))
     project = _read_project(folder, texts)
@@ -223,8 +229,11 @@ def _unpack(content: bytes, where: str) -> Iterator[tuple[str, bytes]]:
 def _fetch_archive(name: str, version: str) -> bytes:
     """Return the source archive of a release from the cache or the index. A download is checked if the index states its SHA-256."""
     place = cache_folder() / "releases" / f"{name}-{version}.tar.gz"
-    if place.is_file():
-        return place.read_bytes()
+    try:
+        if place.is_file():
+            return place.read_bytes()
+    except OSError as error:
+        raise _cache_error(place, "read", error) from None
     address = _find_archive(name, version)
     content = _fetch(address)
     algorithm, _, expected = urllib.parse.urlsplit(address).fragment.partition("=")
@@ -233,11 +242,26 @@ def _fetch_archive(name: str, version: str) -> bytes:
             f"repairs: {address} does not match the checksum on the index; try again, or set PIP_INDEX_URL to another index",
             param="sources",
         )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as new:
-        new.write(content)
-    Path(new.name).rename(place)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as new:
+            try:
+                new.write(content)
+                new.flush()
+                Path(new.name).rename(place)
+            finally:
+                Path(new.name).unlink(missing_ok=True)
+    except OSError as error:
+        raise _cache_error(place, "written", error) from None
     return content
+
+
+def _cache_error(place: Path, failed: str, error: OSError) -> TaskError:
+    return TaskError(
+        f"repairs: {place} cannot be {failed} ({error.strerror}); check the disk and the folder's permissions, or set TURNGATE_CACHE to "
+        "another folder",
+        param="sources",
+    )
 
 
 def _find_archive(name: str, version: str) -> str:
