@@ -446,6 +446,31 @@ def test_archives_in_use_are_not_removed(tmp_path: Path) -> None:
     assert not cache.has(used) and not folder.exists() and cache.has(other)
 
 
+@pytest.mark.parametrize("refused", ["chmod", "unlink"])
+def test_archive_that_cannot_be_removed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    (stuck, data), added = make_archive(1), make_archive(2)
+    cache = ArchiveCache(tmp_path, cache_bytes=1)
+    cache.add(stuck, data)
+    (tmp_path / stuck / "folder").mkdir(parents=True)
+    age(tmp_path, stuck, 3600)
+    change = getattr(Path, refused)
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name in (f"{stuck}.tar", "folder"):  # it belongs to another user
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return change(path, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, refused, refuse)
+        cache.add(*added)
+    assert cache.has(added[0]) and cache.has(stuck) == (refused == "unlink")
+    assert (f"{stuck}.tar cannot be removed from the cache (Operation not permitted)" in caplog.text) == cache.has(
+        stuck
+    )
+
+
 def test_projects_share_no_archive_but_one_limit(tmp_path: Path) -> None:
     archives = [make_archive(number) for number in range(3)]
     cache = ArchiveCache(tmp_path, cache_bytes=len(archives[0][1]) * 2.5)

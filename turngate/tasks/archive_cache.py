@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import math
 import os
 import re
@@ -27,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +40,7 @@ from turngate.tasks.archive import PackedTask, lay_out, move_paths, unreadable
 from turngate.tasks.host_env import add_host_values
 from turngate.tasks.task import Task
 
+log = logging.getLogger("turngate")
 MAX_BYTES = 256_000_000  # maximum size of an archive
 _SETTLED_NS = 2_000_000_000  # a later change cannot have the same `ctime` as a change that is older than this
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -226,8 +228,11 @@ class ArchiveCache:
         for used, path, freed in sorted(entries):
             if size <= self._cache_bytes or now - used < _GRACE_S:
                 return
-            if _remove_unused(path):
-                size -= freed
+            try:
+                if _remove_unused(path):
+                    size -= freed
+            except OSError as error:
+                log.warning("%s cannot be removed from the cache (%s); check its permissions", path, error.strerror)
 
     # ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -317,14 +322,17 @@ def _measure(archive: Path) -> int:
 
 
 def _remove(path: Path) -> None:
+    """Remove a folder or a file, as far as possible. What remains does not prevent the use of other archives."""
     if path.is_dir() and not path.is_symlink():
         for place, folders, _ in os.walk(path):  # a task may have read-only folders
             for name in folders:
                 if not (folder := Path(place, name)).is_symlink():
-                    folder.chmod(0o700)
+                    with suppress(OSError):
+                        folder.chmod(0o700)
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 class _BoundedWriter:
