@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.sandboxes import kit
+from turngate.common.owner import current_owner
 from turngate.errors import SandboxError, SandboxTooLarge
+from turngate.sandboxes import supervisor
 from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
 
 
@@ -40,6 +43,19 @@ async def test_parent_folder_that_cannot_be_created_is_sandbox_error(tmp_path: P
     for work in (backend.sweep(), backend.create(SandboxSpec())):
         with pytest.raises(SandboxError, match=r"Not a directory.*set TMPDIR to another folder"):
             await work
+
+
+async def test_sweep_counts_only_removed_folders(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = msgspec.structs.replace(current_owner(), pid=2**31 - 1)
+    for name in ("local-1", "local-2"):
+        (root / name).mkdir()
+        (root / name / supervisor.OWNER_FILE).write_text(str(ended))
+    remove = supervisor.remove_folder
+    with monkeypatch.context() as patched:
+        patched.setattr(supervisor, "remove_folder", lambda path: not path.endswith("local-2") and remove(path))
+        assert await kit.MAKE["local"](root).sweep() == 1
+    assert await kit.MAKE["local"](root).sweep() == 1
+    assert not list(root.iterdir())
 
 
 async def test_excluded_files_are_not_copied(sandbox: Sandbox, tmp_path: Path) -> None:

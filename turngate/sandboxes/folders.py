@@ -67,20 +67,23 @@ def _private_root(root: Path | None) -> Path:
 
 
 async def sweep_folders(root: Path | None, kind: str) -> int:
+    """Remove the folders of sandboxes whose owners have ended. Return how many were removed completely."""
     return await asyncio.to_thread(_sweep_folders, _private_root(root), kind)
 
 
 def _sweep_folders(root: Path, kind: str) -> int:
     leftovers = [folder for folder in root.glob(f"{kind}-*") if _is_ownerless(folder)]
+    removed = 0
     for folder in leftovers:
         try:
             remove_folder(folder)
+            removed += 1
         except SandboxError as error:  # continue with the next one
             log.warning("%s", error.message)
     for unfinished in root.glob(f".{kind}-*"):
         if _is_abandoned(unfinished):
             supervisor.remove_folder(str(unfinished))
-    return len(leftovers)
+    return removed
 
 
 def _is_abandoned(unfinished: Path) -> bool:
