@@ -163,3 +163,16 @@ async def test_refused_call_is_named(root: Path) -> None:
 async def test_agent_that_never_calls_the_model_is_named(root: Path) -> None:
     agent = msgspec.structs.replace(small_agent(WITH_TOOLS), command=("true",))
     assert "the agent made no model call" in failures(await check(root, agent))["the task is done"]
+
+
+@pytest.mark.parametrize(
+    ("program", "detail"),
+    [
+        ("raise SystemExit(3)", "failed: exit code 3; it printed nothing"),
+        ("raise SystemExit('no model')", "failed: exit code 1; it printed: no model"),
+    ],
+    ids=["silent", "with output"],
+)
+async def test_exit_code_of_a_failed_agent_is_named(root: Path, program: str, detail: str) -> None:
+    agent = msgspec.structs.replace(small_agent(WITH_TOOLS), files=(AgentFile(path="agent.py", content=program),))
+    assert failures(await check(root, agent))["the agent ran and exited on its own"] == detail

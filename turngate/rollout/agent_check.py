@@ -347,8 +347,13 @@ def _check_transcript(outcome: Outcome) -> PromiseResult:
 
 
 def _describe_end(outcome: Outcome) -> str:
-    printed = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
-    return printed[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
+    """Return the agent's exit code or the reason why it was stopped and, if it failed, the end of its output."""
+    ended = outcome.stop if outcome.exit_code is None else f"exit code {outcome.exit_code}"
+    if outcome.status == "finished":
+        return ended
+    output = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
+    printed = f"it printed: {output[-300:]}" if output else "it printed nothing"
+    return f"{ended}; {printed}" if ended else printed
 
 
 __all__ = ["AgentCheck", "CheckOptions", "CheckReport", "CheckStep", "PromiseResult", "check_agent", "prepare_check"]
