@@ -198,17 +198,19 @@ class _PackageReader(ReplyReader):
 
     def feed(self, ids: Sequence[int]) -> list[Delta | CallDelta]:
         self._ids.extend(int(i) for i in ids)
-        if not self._held:
-            upto = next((n for n, i in enumerate(ids) if i in self._markers), None)
-            self._held = upto is not None
-            return super().feed(ids[:upto])
-        return []
+        upto = 0 if self._held else next((n for n, i in enumerate(ids) if i in self._markers), None)
+        events = super().feed(ids[:upto])
+        if upto is not None:
+            self._held = True
+            self._stops.feed(self._decoder.feed(self._drop_hidden(ids[upto:])))  # only to find a stop string
+        return events
 
     def finish(self) -> tuple[list[Delta | CallDelta], Parsed]:
-        events, shown = super().finish()
         if not self._held:
-            return events, shown
-        whole = self._family.package_parse(self._ids, self._context, self._tools)
+            return super().finish()
+        self._stops.feed(self._decoder.flush())
+        events, shown = self._parser.finish()
+        whole = self._family.package_parse(self._cut_at_stop(), self._context, self._tools)
         message = shown.message
         content, reasoning = (
             _missing_text(message.content, whole.content or ""),
@@ -224,6 +226,23 @@ class _PackageReader(ReplyReader):
         events += [CallDelta(n, call) for n, call in enumerate(tool_calls)]
         done = Message("assistant", message.content + content, message.reasoning + reasoning, tool_calls)
         return events, Parsed(done, reasoning_open=whole.reasoning_complete is False)
+
+    def _cut_at_stop(self) -> list[int]:
+        """Return the ids before the stop string that was found. If it starts in the middle of a token, encode the text before it again."""
+        ids = list(self._ids)
+        if not self.stopped_by:
+            return ids
+        before = self._decode(ids).partition(self.stopped_by)[0]
+        while not before.startswith(text := self._decode(ids)):
+            ids.pop()
+        return ids + self._family.tokenizer.encode(before[len(text) :])
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        decoder = self._family.tokenizer.decoder()
+        return decoder.feed(self._drop_hidden(ids)) + decoder.flush()
+
+    def _drop_hidden(self, ids: Sequence[int]) -> list[int]:
+        return [i for i in ids if i not in self._hidden]
 
 
 def _missing_text(shown: str, whole: str) -> str:
