@@ -191,6 +191,14 @@ def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
             watched(model_call(status=400, error="messages is missing"), exit_code=127),
             "no model call succeeded; the first returned status 400: messages is missing",
         ),
+        (
+            watched(model_call(status=0), exit_code=1, output="timed out"),
+            "no model call got a response, and the command ended with exit code 1; it printed: timed out",
+        ),
+        (
+            watched(model_call(status=0), model_call(status=503, error="stopping")),
+            "no model call succeeded; the first returned status 503: stopping",
+        ),
         (watched(exit_code=0), r"made no request to the gateway and ended with exit code 0; it printed nothing; pass"),
         (watched(exit_code=None), "did not end in time"),
         (

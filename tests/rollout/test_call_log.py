@@ -101,7 +101,7 @@ def test_invalid_body_is_logged_without_details() -> None:
 
 
 def log_socket(events: list[Any], frames: list[Any]) -> list[LoggedCall]:
-    """Send events over a WebSocket through a log. The application answers each with a frame."""
+    """Send events over a WebSocket through a log. The application answers each with a frame, or not at all if the frame is None."""
     messages = [{"type": "websocket.receive", "text": json.dumps(event)} for event in events]
 
     async def receive() -> Any:
@@ -113,7 +113,8 @@ def log_socket(events: list[Any], frames: list[Any]) -> list[LoggedCall]:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         for frame in frames:
             await receive()
-            await send({"type": "websocket.send", "text": json.dumps(frame, separators=(",", ":"))})
+            if frame is not None:
+                await send({"type": "websocket.send", "text": json.dumps(frame, separators=(",", ":"))})
 
     log = CallLog()
     scope = {"type": "websocket", "path": "/v1/responses", "headers": [], "query_string": b""}
@@ -127,10 +128,27 @@ def test_events_of_websocket_are_calls() -> None:
     error = {"type": "error", "status": 400, "message": "no such field"}
     warm_up, first, second, refused = log_socket(
         [{**event, "input": [], "generate": False}, event, {**event, "previous_response_id": "resp_1"}, event],
-        [{"type": "response.completed"}] * 3 + [error],
+        [{"type": "response.created"}] * 3 + [error],
     )
     assert (warm_up.samples, warm_up.dialect) == (False, "responses")
     for call in (first, second):
         assert (call.dialect, call.model, call.samples, call.is_refused) == ("responses", "m", True, False)
         assert [tool.name for tool in call.tools] == ["bash"] and call.sampling == {"temperature": 0}
     assert (refused.is_refused, refused.error) == (True, "no such field")
+
+
+def test_event_without_a_reply_is_not_a_successful_call() -> None:
+    event = {"type": "response.create", "model": "m", "input": "Hi"}
+    answered, lost = log_socket([event, event], [{"type": "response.created"}, None])
+    assert (answered.status, lost.status) == (200, 0)
+    delta = {"type": "response.output_text.delta", "delta": "Hi"}
+    assert [call.status for call in log_socket([event] * 2, [{"type": "response.created"}, delta])] == [200, 0]
+
+
+def test_replies_belong_to_the_lane_of_the_event() -> None:
+    event = {"type": "response.create", "model": "m", "input": "Hi"}
+    events = [{**event, "stream_id": lane} for lane in "abab"]
+    error = {"type": "error", "status": 503, "message": "stopping", "stream_id": "a"}
+    created = {"type": "response.created", "stream_id": "b"}
+    calls = log_socket(events, [None, None, created, error])
+    assert [(call.status, call.error) for call in calls] == [(503, "stopping"), (200, ""), (0, ""), (0, "")]

@@ -53,8 +53,8 @@ def explain_failure(run: WatchedRun) -> str:
         return ""
     if run.exit_code == 127 and not model_calls:
         return f"the command ended with exit code 127, which usually means that a program was not found{printed}"
+    ended = "did not end in time" if run.exit_code is None else f"ended with exit code {run.exit_code}"
     if not run.calls:
-        ended = "did not end in time" if run.exit_code is None else f"ended with exit code {run.exit_code}"
         return (
             f"the command made no request to the gateway and {ended}{printed}; pass the gateway's address in a flag, as "
             "{base_url}/v1, or in an environment variable: `--env NAME={base_url}/v1 --env KEY_NAME={api_key}`"
@@ -65,7 +65,9 @@ def explain_failure(run: WatchedRun) -> str:
             f"the command made no model call, only these requests: {seen}; check the path of its base URL (most programs need "
             "{base_url}/v1)"
         )
-    first = model_calls[0]
+    first = next((call for call in model_calls if call.status), None)
+    if first is None:
+        return f"no model call got a response, and the command {ended}{printed}"
     hint = f"; pass the model's name as {{model}}, not {first.model}" if first.model not in ("", MODEL) else ""
     return f"no model call succeeded; the first returned status {first.status}: {first.error[:300]}{hint}"
 

@@ -7,6 +7,7 @@ sampling settings as the agent sent them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from turngate.server.routing import DialectRoutes, RouteMatch
 from turngate.types import Call, Tool
 
 _ROUTES = DialectRoutes(DIALECTS)
-_ERROR_FRAME = '{"type":"error"'
+_ANSWERS = ("response.created", "error")  # types of the first frame of a reply
 
 
 class LoggedCall(msgspec.Struct, kw_only=True):
@@ -42,6 +43,40 @@ class LoggedCall(msgspec.Struct, kw_only=True):
     @property
     def is_refused(self) -> bool:
         return bool(self.dialect) and 400 <= self.status < 500
+
+
+class _Frame(msgspec.Struct):
+    """The fields of a frame from the gateway that show how a call was answered."""
+
+    type: str
+    stream_id: str = ""  # name of the lane
+    status: int = 200
+    message: str = ""
+
+
+_decode_frame = msgspec.json.Decoder(_Frame).decode
+
+
+class _SocketLanes:
+    """The calls on one WebSocket that wait for a reply, by lane. The calls of a lane are answered one after another."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[LoggedCall]] = {}
+        self._answered: dict[str, LoggedCall] = {}  # the latest call whose reply has begun
+
+    def add(self, call: LoggedCall, event: bytes) -> None:
+        self._waiting.setdefault(_read_lane(event), deque()).append(call)
+
+    def log_frame(self, text: str) -> None:
+        """Set the status of the call that a frame answers, if the frame begins a reply or is an error."""
+        frame = _decode_frame(text)
+        if frame.type not in _ANSWERS:
+            return
+        waiting = self._waiting.get(frame.stream_id)
+        call = waiting.popleft() if waiting else self._answered.get(frame.stream_id)
+        if call is not None:
+            call.status, call.error = frame.status, frame.message
+            self._answered[frame.stream_id] = call
 
 
 class CallLog:
@@ -85,25 +120,27 @@ class CallLog:
     async def _serve_socket(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a WebSocket. Every event from the client is logged as a call."""
         headers = tuple(name.decode("latin-1") for name, _ in scope["headers"])
+        lanes = _SocketLanes()
 
         async def receive_and_log() -> MutableMapping[str, Any]:
             message = await receive()
             if message["type"] == "websocket.receive":
-                call = LoggedCall(method="GET", path=scope["path"], headers=headers, status=200)
-                _describe(call, scope, message.get("bytes") or (message.get("text") or "").encode())
+                call = LoggedCall(method="GET", path=scope["path"], headers=headers)
+                body = message.get("bytes") or (message.get("text") or "").encode()
+                _describe(call, scope, body)
+                lanes.add(call, body)
                 self.calls.append(call)
             return message
 
         async def send_and_log(message: MutableMapping[str, Any]) -> None:
-            text = message.get("text") or ""
             if message["type"] == "websocket.http.response.start":
                 match = _ROUTES.match(scope["path"])
                 dialect = match.dialect.name if match is not None else ""
                 refused = LoggedCall(method="GET", path=scope["path"], headers=headers, dialect=dialect)
                 refused.status = message["status"]
                 self.calls.append(refused)
-            elif text.startswith(_ERROR_FRAME) and self.calls:
-                self.calls[-1].status, self.calls[-1].error = _read_error_frame(text)
+            elif text := message.get("text"):
+                lanes.log_frame(text)
             await send(message)
 
         await app(scope, receive_and_log, send_and_log)
@@ -171,9 +208,11 @@ def _is_warm_up(scope: Scope, body: bytes) -> bool:
         return False
 
 
-def _read_error_frame(text: str) -> tuple[int, str]:
-    frame = msgspec.json.decode(text)
-    return int(frame["status"]), str(frame["message"])
+def _read_lane(event: bytes) -> str:
+    try:
+        return decode_event(event).lane
+    except TurngateError:
+        return ""  # the lane in which the gateway refuses the event
 
 
 def _decode_tools(call: Call) -> tuple[Tool, ...]:
