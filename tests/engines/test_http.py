@@ -75,6 +75,12 @@ async def test_oversized_event_is_rejected(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(http, "EVENT_BYTES", 10)
     with pytest.raises(EngineError, match="larger than 10 bytes"):
         EventParser().feed(b"data: 12345678901")
+    events = EventParser()
+    with pytest.raises(EngineError, match="larger than 10 bytes"):
+        for _ in range(3):  # lines of one event, whose end never comes
+            events.feed(b"data:\n")
+    events = EventParser()
+    assert [events.feed(b": a comment\ndata:1\n\n") for _ in range(3)] == [[b"1"]] * 3
 
 
 async def test_character_split_across_reads() -> None:

@@ -36,7 +36,7 @@ from turngate.types import Json
 T = TypeVar("T")
 
 MESSAGE_CHARS = 500  # maximum length of an engine's message in our errors
-EVENT_BYTES = 64 * 2**20  # maximum size of an incomplete line of an event
+EVENT_BYTES = 64 * 2**20  # maximum size of an incomplete event
 DRAIN_S = 0.25  # timeout for reading the end of a finished reply
 PROBE_S = 5.0  # timeout for health checks and aborts, which must never hang
 # uvicorn, which both vLLM and SGLang use, closes idle connections after 5 s. A POST on a connection that is being closed
@@ -244,6 +244,7 @@ class EventParser:
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
+        self._size = 0  # of the lines in `_data`, in bytes
 
     def feed(self, read: bytes) -> list[bytes]:
         """Parse `read`, the next part of the stream, and return the data of the events that it completes."""
@@ -252,16 +253,18 @@ class EventParser:
             return complete
         lines = (self._rest + read).split(b"\n")
         self._rest = lines.pop()
-        if len(self._rest) > EVENT_BYTES:
-            raise EngineError(f"the engine sent an event larger than {EVENT_BYTES} bytes")
         events = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
+                self._size += len(line)
             elif not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data.clear()
+                self._size = 0
+        if self._size + len(self._rest) > EVENT_BYTES:
+            raise EngineError(f"the engine sent an event larger than {EVENT_BYTES} bytes")
         return events
 
     def _parse_simple(self, read: bytes) -> list[bytes] | None:
