@@ -73,6 +73,21 @@ def test_files_are_written_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_many_folders_and_programs_are_split_over_commands(tmp_path: Path) -> None:
+    folder = tmp_path / "solution"
+    names = [f"{number:03}-{'x' * 60}/program" for number in range(200)]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    (folder / "solve.sh").write_text('cp -rp "$TURNGATE_SOLUTION" copy\n')
+    commands = reference_commands(Solution(files=folder), get_backend("local"))
+    assert max(map(len, commands)) <= 6000
+    run(commands, tmp_path / "work", tmp_path / "home")
+    assert all(os.access(tmp_path / "work" / "copy" / name, os.X_OK) for name in names)
+
+
+@pytest.mark.process
 def test_patch_is_applied(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "main.py").write_text("a = 1\n")

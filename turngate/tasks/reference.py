@@ -9,7 +9,7 @@ import base64
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from turngate.errors import TaskError
@@ -49,11 +49,11 @@ def reference_commands(solution: Solution, backend: Backend) -> tuple[str, ...]:
             f"the task's solution is {size} bytes long, but at most {MAX_BYTES} bytes can be replayed", param="solution"
         )
     parents = {f"{folder}/{shlex.quote(str(parent))}" for name in files if (parent := Path(name).parent) != Path()}
-    fragments = [f"mkdir -p {' '.join([folder, *sorted(parents)])}"]
+    fragments = [*_split_arguments("mkdir -p", [folder, *sorted(parents)])]
     for name, data in files.items():
         fragments += _write_file(f"{folder}/{shlex.quote(name)}", data)
     if programs := [f"{folder}/{shlex.quote(name)}" for name in files if _is_program(solution, name)]:
-        fragments.append(f"chmod +x {' '.join(programs)}")
+        fragments += _split_arguments("chmod +x", programs)
     fragments.append(_apply(solution, folder))
     return tuple(_join(fragments))
 
@@ -97,6 +97,17 @@ def _write_file(target: str, data: bytes) -> Iterator[str]:
         yield f"printf %s '{piece}' | base64 -d {'>>' if start else '>'} {target}"
 
 
+def _split_arguments(program: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Yield commands that together pass all arguments to a program, as many as fit in one tool call at a time."""
+    command = program
+    for argument in arguments:
+        if command != program and len(command) + 1 + len(argument) > _COMMAND_CHARS:
+            yield command
+            command = program
+        command += f" {argument}"
+    yield command
+
+
 def _decode(data: bytes) -> str | None:
     """Return a file's text, or None if a here-document cannot reproduce it exactly, or if a tokenizer would find special tokens in it."""
     try:
@@ -118,7 +129,7 @@ def _join(fragments: list[str]) -> Iterator[str]:
     """Join fragments into commands that each fit in one tool call."""
     command = ""
     for fragment in fragments:
-        if command and len(command) + len(fragment) > _COMMAND_CHARS:
+        if command and len(command) + 1 + len(fragment) > _COMMAND_CHARS:
             yield command
             command = ""
         command += ("\n" if command else "") + fragment
