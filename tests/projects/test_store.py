@@ -9,8 +9,10 @@ import pytest
 from tests.store.kit import finish_rollout
 from turngate.common.database_url import parse_database_url
 from turngate.errors import Conflict, NotFound, StoreError
+from turngate.gateway.api_keys import KeyRing, KnownProjects, read_projects
+from turngate.gateway.projects import Projects
 from turngate.store.audit import NewAuditEntry
-from turngate.store.projects import ApiKey, ProjectRow, Quotas, locate_project
+from turngate.store.projects import OPERATOR_CALLER, ApiKey, ProjectRow, Quotas, locate_project
 from turngate.store.shared.store import SharedStore
 from turngate.store.store import Store
 
@@ -100,3 +102,14 @@ def test_project_schemas_share_only_the_cells(postgres_url: str) -> None:
     finally:
         for one in (whole, *projects):
             one.close()
+
+
+def test_project_that_is_deleted_while_it_is_changed_is_unknown(store: Store) -> None:
+    def delete_and_read() -> KnownProjects:
+        store.projects.delete("acme", ENTRY)
+        return read_projects(store.projects)
+
+    store.projects.create(ProjectRow("acme"), ENTRY)
+    projects = Projects(store.projects, store.audit, KeyRing(delete_and_read), lambda name: 0)
+    with pytest.raises(NotFound, match="acme"):
+        projects.change(OPERATOR_CALLER, "acme", 2.0, None)

@@ -83,7 +83,10 @@ class Projects:
         changed = {field: value for field, value in details.items() if value is not None}
         self._table.change(name, weight, quotas, NewAuditEntry(caller.actor, name, "project changed", name, changed))
         self.ring.update()
-        return next(view for view in self.list_projects(caller) if view.name == name)
+        for view in self.list_projects(caller):
+            if view.name == name:
+                return view
+        raise unknown_project(name)  # it was deleted in the meantime
 
     def delete(self, caller: Caller, name: str, *, force: bool = False) -> None:
         """Delete a project with its keys and all its data. Gateways and cells end its sessions and remove its data within seconds."""
