@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from tests.engines.providers import PROVIDERS
 from tests.kit import gateway, say, tool, user
 from tests.server.test_observe import SCRIPT, converse, scene
 from tests.server.test_page import fetch, log_in
+from tests.speed import scaled
 from turngate.render import Tokenizer
 from turngate.server.web.view_cache import load_decoder
 from turngate.store.outcomes import RecordedOutcome
+from turngate.store.store import Store
 from turngate.trace.pass_at_k import pass_at_k
 from turngate.trace.training_report import TrainingReport
 from turngate.trainers.export import ExportChoices, RolloutFilter, export
 from turngate.types import ID_DTYPE
 from turngate.views.groups import summarize_group
-from turngate.views.overview import show_group
+from turngate.views.overview import Overview, show_group
 from turngate.views.rollout_entry import RolloutRow
 from turngate.views.tokens import decode_tokens
 
@@ -322,6 +325,25 @@ async def test_page_export_matches_exporter(tmp_path: Path) -> None:
         messages = await client.get("/page/api/rollouts/s1/export", params={"format": "messages"})
         [conversation] = [json.loads(line) for line in messages.text.splitlines()]
         assert [m["content"] for m in conversation["messages"]] == ["Hi", "One.", "On", "Two."]
+
+
+async def test_export_of_rollout_that_is_deleted_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    list_members, loop = Overview.members, asyncio.get_running_loop()
+
+    async with gateway([say("One.")]) as g:
+
+        def delete_and_list(overview: Overview, store: Store, name: str) -> list[tuple[str, int]]:
+            asyncio.run_coroutine_threadsafe(g.admin.delete("/admin/sessions/s0"), loop).result(scaled(10))
+            return list_members(overview, store, name)
+
+        client = await log_in(g)
+        for number in range(2):
+            session = await g.open(id=f"s{number}", metadata={"group": "g"})
+            await g.ask(session.key, "Hi")
+            await g.seal(session.id)
+        monkeypatch.setattr(Overview, "members", delete_and_list)
+        refused = await client.get("/page/api/rollouts/s0/export")
+        assert refused.status_code == 404 and "was deleted or changed its group" in refused.text
 
 
 async def test_ids_without_tokenizer_have_no_text(tmp_path: Path) -> None:

@@ -157,7 +157,10 @@ class ViewCache:
         row, key, _ = self.overview.rollout(store, session)
         if not key:
             raise NotFound(f"rollout {row.id!r} has no session, so nothing was recorded")
-        return self.overview.members(store, row.group) if row.group else [(session, key)]
+        members = self.overview.members(store, row.group) if row.group else [(session, key)]
+        if (session, key) not in members:
+            raise NotFound(f"rollout {row.id!r} was deleted or changed its group in the meantime; load the page again")
+        return members
 
     def training_reward(self, store: Store, *, session: str, key: int) -> float | None:
         """Return the reward from which an export computes advantages, or None if the rollout has no reward or no exported rows."""
