@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ import pytest
 from examples import demo
 from tests import kit
 from tests.batch.kit import plan
-from tests.engines.local_kit import model  # skips if torch is missing
+from tests.engines.local_kit import make_request, model  # skips if torch is missing
 from tests.speed import scaled
 from turngate.client.feed import Row
 from turngate.client.gateway import GatewayClient
@@ -32,6 +33,7 @@ from turngate.trainers.local.training import (
     TrainingEnvironment,
     TrainingGoal,
     _open_feed,
+    _StepClock,
     train,
 )
 
@@ -179,6 +181,22 @@ async def test_run_from_before_sampling_masks_resumes_without_them(root: Path) -
         new = msgspec.structs.replace(pinned, feed_name="new")
         async with await _open_feed(client, new, state, notes.append) as feed:
             assert feed.config.side == ("sampling_mask",) and len(notes) == 1
+
+
+async def test_calls_count_in_the_steps_in_which_they_run() -> None:
+    step: Any = SimpleNamespace(seconds={"train": 0.0})
+    engine = TimedEngine(model(), slots=2, flush_s=0.0)
+    await engine.start()
+    clock = _StepClock(engine)
+    async with engine.generate(make_request([1], 5)):
+        await asyncio.sleep(0.2)
+        laps = [clock.lap(step)]
+        await asyncio.sleep(0.1)
+        laps.append(clock.lap(step))
+    laps.append(clock.lap(step))
+    await engine.close()
+    assert laps[0].sampling >= 0.2 and laps[1].sampling >= 0.1
+    assert all(lap.sampling <= lap.whole + 1e-6 for lap in laps)  # rounding
 
 
 def test_invalid_goals_are_config_errors(root: Path) -> None:

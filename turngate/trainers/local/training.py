@@ -131,9 +131,13 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 class TimedEngine(LocalEngine):
     """An in-process engine that measures how long it is busy answering calls."""
 
-    busy_s = 0.0
+    _busy_s = 0.0  # without the calls in progress
     _calls = 0
     _since = 0.0
+
+    def measure_busy(self, now: float) -> float:
+        """Return the seconds during which at least one call was in progress, up to `now` on the monotonic clock."""
+        return self._busy_s + (max(0.0, now - self._since) if self._calls else 0.0)
 
     @asynccontextmanager
     async def _time_call(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
@@ -144,9 +148,9 @@ class TimedEngine(LocalEngine):
             async with super().generate(request) as chunks:
                 yield chunks
         finally:
+            if self._calls == 1:
+                self._busy_s = self.measure_busy(time.monotonic())
             self._calls -= 1
-            if not self._calls:
-                self.busy_s += time.monotonic() - self._since
 
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:  # type: ignore[override]
         return self._time_call(request)
@@ -336,10 +340,12 @@ class _StepClock:
 
     def __init__(self, engine: TimedEngine) -> None:
         self._engine = engine
-        self._at, self._busy, self._own = time.monotonic(), engine.busy_s, time.thread_time()
+        self._at, self._own = time.monotonic(), time.thread_time()
+        self._busy = engine.measure_busy(self._at)
 
     def lap(self, step: Step) -> StepTime:
-        at, busy, own = time.monotonic(), self._engine.busy_s, time.thread_time()
+        at, own = time.monotonic(), time.thread_time()
+        busy = self._engine.measure_busy(at)
         shares = StepTime(
             whole=at - self._at,
             training=step.seconds["train"],
