@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +108,19 @@ def test_native_row_with_every_field(tmp_path: Path) -> None:
     assert (tests.grader.files / "test.sh").read_text() == "true" and tests.weight == 2
     assert look_at == Part(name="look", weight=1.0, grader=Function(name=f"{tmp_path / 'grade.py'}:look"))
     assert task.source == f"{tmp_path / 't.jsonl'}, row 1"
+
+
+@pytest.mark.process
+def test_several_processes_can_load_the_same_rows(tmp_path: Path, cache: Path) -> None:
+    rows = [make_row(str(n), files={f"{name}.txt": f"{n} {name}" for name in "abcdefgh"}) for n in range(150)]
+    source = write_lines(tmp_path / "rows.jsonl", *rows)
+    program = "import sys; from turngate.tasks import read_tasks; list(read_tasks(sys.argv[1]))"
+    command = [sys.executable, "-c", program, source]
+    with ThreadPoolExecutor(4) as threads:
+        ends = list(threads.map(lambda _: subprocess.run(command, capture_output=True, text=True), range(4)))
+    assert [end.returncode for end in ends] == [0] * 4, ends
+    folders = [path for path in (cache / "tasks").iterdir() if path.is_dir()]
+    assert len(folders) == 150 and all(len(list(folder.iterdir())) == 8 for folder in folders)
 
 
 def test_row_files_are_stored_once_and_repaired(tmp_path: Path, cache: Path) -> None:

@@ -9,6 +9,7 @@ stored on the host, in a cache folder named after a hash of their content.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
 import tempfile
@@ -225,13 +226,18 @@ def _holds_exactly(folder: Path, files: Files) -> bool:
 
     This is checked each time a row is loaded, because an agent may have changed a grader in the folder.
     """
-    if not folder.is_dir():
-        return False
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return {path.relative_to(folder).as_posix() for path in paths} == set(files) and all(
-        not path.is_symlink() and path.is_file() and path.read_bytes() == _encode_file(files, path.relative_to(folder))
-        for path in paths
-    )
+    if {path.relative_to(folder).as_posix() for path in paths} != set(files):
+        return False
+    try:
+        return all(
+            not path.is_symlink()
+            and path.is_file()
+            and path.read_bytes() == _encode_file(files, path.relative_to(folder))
+            for path in paths
+        )
+    except FileNotFoundError:  # another process has just replaced the folder
+        return False
 
 
 def _encode_file(files: Files, name: Path) -> bytes:
@@ -239,22 +245,25 @@ def _encode_file(files: Files, name: Path) -> bytes:
 
 
 def _write_folder(folder: Path, files: Files) -> None:
-    """Write files into a temporary folder and rename it, so that no process sees an incomplete folder."""
+    """Write files into a temporary folder and rename it, so that no process sees an incomplete folder.
+
+    Processes that load the same tasks take turns, so that none removes a folder that another one has just written.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
-    try:
-        for name, text in files.items():
-            path = new / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode("utf-8", "surrogatepass"))
-            path.chmod(0o755 if text.startswith("#!") else 0o644)
-        new.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
+    with folder.parent.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _holds_exactly(folder, files):  # another process was faster
+            return
+        scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
         try:
+            new = scratch / "new"
+            for name, text in files.items():
+                path = new / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(text.encode("utf-8", "surrogatepass"))
+                path.chmod(0o755 if text.startswith("#!") else 0o644)
+            if folder.exists():
+                folder.rename(scratch / "old")
             new.rename(folder)
-        except OSError:
-            if not _holds_exactly(folder, files):  # another process was faster, with the same content
-                raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
