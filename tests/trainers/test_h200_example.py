@@ -102,7 +102,7 @@ def socket_path(tmp_path: Path) -> Iterator[str]:
         str(tmp_path),
         "own_agent",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         try:
             assert server.stdout is not None and server.stdout.readline() == b"ready\n"
             yield str(tmp_path / "socket")
@@ -121,6 +121,20 @@ def test_forked_agent_inherits_caller_context(socket_path: str, tmp_path: Path) 
         with _run(socket_path, "go", "7", env={"MINE": "yes"}, cwd=tmp_path) as caller:
             out, err = caller.communicate(b"said", timeout=scaled(20))
         assert (caller.returncode, out.decode(), err) == (7, f"['go', '7'] yes {tmp_path} said {known}\n", b"")
+
+
+def test_server_ends_with_its_owner(tmp_path: Path) -> None:
+    (tmp_path / "own_agent.py").write_text(AGENT)
+    socket_path = str(tmp_path / "socket")
+    command = [sys.executable, str(FOLDER / "fork_server.py"), socket_path, str(tmp_path), "own_agent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdin is not None and server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        with _run(socket_path, "wait", "0") as caller:
+            assert caller.stdout is not None and caller.stdout.readline()
+            server.stdin.close()
+            assert server.wait(timeout=scaled(20)) == 0
+            assert caller.wait(timeout=scaled(20)) == 1
 
 
 def test_killed_caller_ends_its_agent(socket_path: str) -> None:

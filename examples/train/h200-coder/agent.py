@@ -41,8 +41,8 @@ QUESTION = "{{task}}\nAnswer with one sentence and one bash block."
 # For tasks with the command of `edit_command.py`.
 EDIT_SYSTEM = """\
 You repair Python functions. Exactly one line of the function is wrong, by a small mistake: a wrong operator, comparison, constant, name or
-call, swapped arguments, or a missing `not`. Every answer is one bash block, nothing else. It replaces one line by its number and runs the
-tests, for example line 905:
+call, swapped arguments, or a missing `not`. Every answer is one sentence and then one bash block, nothing else. The bash block replaces one
+line by its number and runs the tests, for example line 905:
 
 ```bash
 python3 fix.py 905 <<'END'
@@ -51,7 +51,7 @@ END
 ```
 
 If the tests still fail, change the line in another way, or try another line."""
-EDIT_QUESTION = "{{task}}\nWhich line is wrong? Answer with one bash block."
+EDIT_QUESTION = "{{task}}\nWhich line is wrong? Answer with one sentence and one bash block."
 _LABEL = "(?:bash|sh|shell|mswea_bash_command)"
 # The first block with a label, or else the first block, if it has none. The end of a Python block does not begin a block.
 ACTION = rf"\A(?:(?=.*```{_LABEL}[ \t]*\n).*?```{_LABEL}|(?:(?!```).)*```)[ \t]*\n(.*?)\n?```.*\Z"

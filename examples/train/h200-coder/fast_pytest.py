@@ -39,7 +39,7 @@ def run_pytest_server(folder: Path) -> Iterator[str]:
     (programs / "python3").chmod(0o755)
     env = {"PATH": path, "HOME": os.environ.get("HOME", "/"), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [python, str(OTHER_EXAMPLE / "fork_server.py"), str(socket), "", "pytest", *_IMPORTS]
-    with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=folder) as server:
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder) as server:
         try:
             assert server.stdout is not None
             if server.stdout.readline() != b"ready\n":

@@ -6,7 +6,8 @@
 # WHEELS must contain the wheels of Turngate's dependencies, of mini-swe-agent and the versions that the catalog pins, and of gguf, pytest and
 # pip. They must fit the machine's python3, which must already have torch, numpy and safetensors. The script creates TARGET/venv,
 # TARGET/tests (a Python with only pytest, for agents and graders: put its bin folder on the PATH) and TARGET/cache (with the agent).
-# Then convert the model: TARGET/venv/bin/python tools/parts.py --inside coder GGUF FOLDER
+# Then convert the model: TARGET/venv/bin/python tools/part_models.py coder GGUF FOLDER, where FOLDER already has the
+# tokenizer's files
 set -eu
 wheels=$(realpath "$1") here=$(realpath "$(dirname "$0")")
 mkdir -p "$2"

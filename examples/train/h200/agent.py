@@ -80,7 +80,7 @@ def run_fork_server(spec: AgentSpec, installed: Installation, socket: Path) -> I
             *IMPORTS,
         ]
         with subprocess.Popen(
-            command, env={**_base_env(), **env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            command, env={**_base_env(), **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as server:
             try:
                 assert server.stdout is not None

@@ -9,7 +9,7 @@ that are found there are never kept for later runs.
 Starting mini-swe-agent takes three seconds of CPU time, nearly all of it for the import of litellm. That is more than the rest of a rollout
 of three short turns. Modules that the first run imports are also imported for all later runs. Modules imported before the fork must not
 depend on the rollout. The new process has the caller's arguments, environment, working folder and standard files. If the caller is killed,
-its agent is killed too. Uses only the standard library.
+its agent is killed too. When the server's stdin is closed, it kills all agents and ends. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import traceback
 from types import ModuleType
 
 MAX_REQUEST_BYTES = 1 << 20
+STDIN = 0
 
 
 def serve(path: str, folder: str, module: str, imports: list[str]) -> None:
@@ -50,7 +51,11 @@ def serve(path: str, folder: str, module: str, imports: list[str]) -> None:
     os.set_blocking(notes, False)
     first = 0
     while True:
-        ready, _, _ = select.select([listener, wake_reader, *callers.values()], [], [])
+        ready, _, _ = select.select([listener, wake_reader, STDIN, *callers.values()], [], [])
+        if STDIN in ready:  # the process that started the server has ended
+            for pid in callers:
+                kill(pid)
+            return
         for source in ready:
             if source is listener:
                 caller, _ = listener.accept()
