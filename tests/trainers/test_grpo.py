@@ -36,10 +36,12 @@ from turngate.trainers.local.grpo import (
 )
 from turngate.trainers.local.loss import (
     LossTerms,
+    Normalise,
     compute_clipped_share,
     compute_divergence,
     compute_divisor,
     compute_loss,
+    compute_reference_penalty,
 )
 from turngate.trainers.local.packing import pack_rows, split_batches
 from turngate.types import Json
@@ -110,6 +112,23 @@ def test_tokens_without_an_advantage_are_never_clipped() -> None:
 def test_divergence_from_sampling_policy() -> None:
     found = compute_divergence(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]))
     assert found.tolist() == pytest.approx([2 - 1 - math.log(2)])
+
+
+@pytest.mark.parametrize(
+    ("normalise", "by", "weights"), [("token", 2.5, (1, 1, 0.5)), ("sequence", 1.5, (0.5, 0.5, 0.5))]
+)
+def test_reference_penalty(normalise: Normalise, by: float, weights: tuple[float, ...]) -> None:
+    terms, tokens = example_terms()
+    ratios = (2.0, 1.0, 0.25)  # of the probabilities under the initial weights and now
+    reference = terms.now.detach() + torch.tensor(ratios).log()
+    value = compute_reference_penalty(terms, reference, tokens, by=by, normalise=normalise)
+    expected = sum(weight * (ratio - 1 - math.log(ratio)) for weight, ratio in zip(weights, ratios, strict=True))
+    assert value.item() == pytest.approx(expected / by)
+    value.backward()
+    assert terms.now.grad is not None
+    # d(exp(d) - 1 - d)/d(now) = 1 - exp(d): descent raises a token's probability if it was higher before
+    gradients = [weight * (1 - ratio) / by for weight, ratio in zip(weights, ratios, strict=True)]
+    assert terms.now.grad.tolist() == pytest.approx(gradients)
 
 
 @pytest.mark.parametrize("recorded", [-100.0, -math.inf])
@@ -273,6 +292,27 @@ async def test_bfloat16_hardly_changes_gradients() -> None:
         assert here.engine.model.dtype == torch.float32
     assert not torch.equal(exact, rounded)
     assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.98
+
+
+async def test_reference_penalty_pulls_back_to_the_initial_weights() -> None:
+    async with sampled_group() as (here, rows):
+        silent = [msgspec.structs.replace(row, advantage=0.0) for row in rows]
+        model = here.engine.model
+        learner = Learner(model, GrpoSettings(reference_kl=0.5, learning_rate=1e-3))
+        start = learner.gradients(silent, version=0)
+        assert start.signal and start.reference_divergence == pytest.approx(0.0, abs=1e-9)
+        assert float(_gradient(learner).norm()) < 1e-5
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        found = []
+        for _ in range(6):
+            measured = learner.gradients(silent, version=1)
+            assert measured.reference_divergence is not None
+            found.append(measured.reference_divergence)
+            learner.step()
+        assert found[0] > 1e-4 and found[-1] < 0.7 * found[0]
+        assert Learner(model, GrpoSettings()).gradients(silent, version=1).reference_divergence is None
 
 
 def split_turns(row: Row, *advantages: float | None) -> Row:

@@ -127,7 +127,8 @@ class Progress:
         print(
             f"step {step.step:3d}  {self.seconds:6.1f} s  passed {step.passed or 0:.2f}  rows {measured.rows}  "
             f"tokens {measured.tokens}  stale {step.stale}  wait {step.seconds['wait']:.1f}  train {step.seconds['train']:.1f}  "
-            f"entropy {measured.entropy:.2f}  difference {measured.difference}  gradient {step.gradient:.2f}  "
+            f"entropy {measured.entropy:.2f}  from start {measured.reference_divergence}  "
+            f"difference {measured.difference}  gradient {step.gradient:.2f}  "
             f"excluded {step.excluded} {list(step.why)[:2]}  refused {len(measured.refused)}",
             flush=True,
         )
@@ -172,6 +173,7 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         tolerance=options.tolerance,
         normalise=options.normalise,
         bfloat16=options.precision == "bfloat16",
+        reference_kl=options.reference_kl,
     )
     progress = Progress(options.out)
     async with GatewayClient(address.url, address.admin_key) as gateway:
@@ -294,6 +296,7 @@ def main() -> None:
         choices=["token", "sequence"],
         help="token: all tokens of a step weigh the same; sequence: all rollouts, so that long ones do not count more",
     )
+    parser.add_argument("--reference-kl", type=float, default=0.0, help="weight of the penalty for leaving the start")
     parser.add_argument("--running", type=int, default=64, help="agents running at the same time")
     parser.add_argument(
         "--runners", type=int, default=1, help="processes that share these agents; a runner fills one core"

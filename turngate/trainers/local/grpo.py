@@ -14,6 +14,7 @@ gateway has already seen newer weights than those in the checkpoint, the trainer
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ from turngate.trainers.local.loss import (
     compute_divergence,
     compute_divisor,
     compute_loss,
+    compute_reference_penalty,
 )
 from turngate.trainers.local.packing import pack_rows, pack_tree, split_batches
 from turngate.trainers.local.sampling import adjust_scores, find_obstacle
@@ -83,6 +85,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Weights of the two parts of a token's advantage: the rollout's or turn's advantage, and the reverse KL divergence from the teacher.
     reward_weight: float = 1.0  # 0: train only on the teacher's scores
     teacher_kl: float = 0.0
+    reference_kl: float = 0.0  # weight of the KL penalty for leaving the initial weights, of which a copy is kept
 
     def __post_init__(self) -> None:
         for name in ("groups", "batch_tokens"):
@@ -94,7 +97,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}", param=name)
-        for name in ("reward_weight", "teacher_kl"):
+        for name in ("reward_weight", "teacher_kl", "reference_kl"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be finite and 0 or greater, not {getattr(self, name)}", param=name)
         if self.teacher_kl and self.temperature not in (None, 1):
@@ -140,6 +143,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
     signal: bool  # whether any advantage is not 0
     # Reverse KL divergence from the teacher per token. None if `teacher_kl` is 0.
     teacher_divergence: float | None = None
+    # KL divergence from the initial weights per token. None if `reference_kl` is 0.
+    reference_divergence: float | None = None
     # Differences between recomputed and recorded log-probabilities of all rows, by version lag, including rejected rows.
     mismatch: tuple[LagMismatch, ...] = ()
 
@@ -183,6 +188,7 @@ class Learner:
             weight_decay=settings.weight_decay,
             foreach=True,
         )
+        self._reference = copy.deepcopy(model).requires_grad_(False) if settings.reference_kl else None
 
     def gradients(self, rows: Sequence[Row], version: int) -> UpdateMetrics:
         """Compute the gradients of the loss over `rows`. `version` is the policy version of the current weights.
@@ -198,13 +204,13 @@ class Learner:
         weights, tokens = [row.weight for row in rows], [int(row.mask.sum()) for row in rows]
         by = compute_divisor(weights, tokens, settings.normalise)
         usable = self._select_scored(self._select_sampled(rows, totals), totals)
-        # Rows with an advantage of 0 are compared, but need no backward pass.
+        # Rows without a gradient are compared, but need no backward pass.
         for silent in (False, True):
             chosen = [row for row in usable if self._is_silent(row) == silent]
             for batch in split_batches(chosen, settings.batch_tokens, tree=settings.prefix_tree):
                 with torch.set_grad_enabled(not silent):
                     self._pass(batch, version, by, totals)
-        measured = totals.summarize(rows, sum(tokens), has_teacher=bool(settings.teacher_kl))
+        measured = totals.summarize(rows, sum(tokens), settings)
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -244,17 +250,18 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def logprobs(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Compute the log-probabilities and entropies of the trained tokens of all rows under the current weights."""
-        device = self.model.device
+    def logprobs(self, rows: Sequence[Row], model: Model | None = None) -> tuple[Tensor, Tensor]:
+        """Compute the log-probabilities and entropies of the trained tokens of all rows. The default model is the one that is trained."""
+        model = model or self.model
+        device = model.device
         pack = pack_tree(rows) if self.settings.prefix_tree else pack_rows(rows)
         ids, positions, until, at = (
             torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.until, pack.at)
         )
         attend = attend_flexibly(until) if self.settings.flex_attention else attend_densely(until)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.bfloat16):
-            hidden = self.model.run(ids[None], positions, attend)
-        scores = adjust_scores(self.model.scores(hidden[0, at]).float(), rows, self.settings.temperature)
+            hidden = model.run(ids[None], positions, attend)
+        scores = adjust_scores(model.scores(hidden[0, at]).float(), rows, self.settings.temperature)
         likely = torch.log_softmax(scores, dim=-1)
         drawn = torch.from_numpy(np.concatenate([row.ids[row.mask] for row in rows]).astype(np.int64)).to(device)
         with torch.no_grad():
@@ -263,8 +270,9 @@ class Learner:
         return likely.gather(-1, drawn[:, None])[:, 0], entropy
 
     def _is_silent(self, row: Row) -> bool:
-        """Return whether all advantages of a row are 0, so that it has no gradient."""
-        return not self.settings.teacher_kl and not self._spread_advantages([row], 0.0).any()
+        """Return whether a row has no gradient, because all its advantages are 0 and nothing else is added to them or to the loss."""
+        settings = self.settings
+        return not (settings.teacher_kl or settings.reference_kl) and not self._spread_advantages([row], 0.0).any()
 
     def _spread_advantages(self, rows: Sequence[Row], mean_kl: float) -> np.ndarray:
         """Return the advantage of each trained token of all rows, as float32. `mean_kl` is the mean divergence from the teacher."""
@@ -312,14 +320,14 @@ class Learner:
             row=torch.from_numpy(place).to(device)[use],
         )
         low, high = settings.clip_low, settings.clip_high
-        value = compute_loss(
-            terms,
-            torch.from_numpy(counts).to(device),
-            by=by,
-            low=low,
-            high=high,
-            normalise=settings.normalise,
-        )
+        sizes = torch.from_numpy(counts).to(device)
+        value = compute_loss(terms, sizes, by=by, low=low, high=high, normalise=settings.normalise)
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = self.logprobs(rows, self._reference)[0][use]
+            totals.reference_divergence += float(compute_divergence(reference, terms.now.detach()).sum())
+            penalty = compute_reference_penalty(terms, reference, sizes, by=by, normalise=settings.normalise)
+            value = value + settings.reference_kl * penalty
         if value.requires_grad and bool(use.any()):
             value.backward()
             totals.signal = True
@@ -340,7 +348,8 @@ class _UpdateTotals:
     """Sums over the batches of an update."""
 
     def __init__(self) -> None:
-        self.loss = self.entropy = self.divergence = self.clipped = self.teacher_divergence = 0.0
+        self.loss = self.entropy = self.divergence = self.clipped = 0.0
+        self.teacher_divergence = self.reference_divergence = 0.0
         self.mean_kl = 0.0  # reverse KL divergence from the teacher, of all rows with scores
         self.tokens = 0
         self.signal = False
@@ -349,7 +358,7 @@ class _UpdateTotals:
         self.differ: list[str] = []  # compared rows that were rejected
         self.refused: list[str] = []
 
-    def summarize(self, rows: Sequence[Row], tokens: int, *, has_teacher: bool) -> UpdateMetrics:
+    def summarize(self, rows: Sequence[Row], tokens: int, settings: GrpoSettings) -> UpdateMetrics:
         if len(self.compared) > 1 and len(self.differ) > _MISMATCH_SHARE * len(self.compared):
             error = LogprobMismatch(
                 f"the recomputed log-probabilities of {len(self.differ)} of {len(self.compared)} rows differ from the recorded ones, "
@@ -372,7 +381,8 @@ class _UpdateTotals:
             largest=None if differences is None else float(differences.max()),
             refused=tuple(self.refused),
             signal=self.signal,
-            teacher_divergence=self.teacher_divergence / count if has_teacher else None,
+            teacher_divergence=self.teacher_divergence / count if settings.teacher_kl else None,
+            reference_divergence=self.reference_divergence / count if settings.reference_kl else None,
             mismatch=self.meter.summarize(),
         )
 

@@ -9,7 +9,8 @@ Each of a rollout's K rows has weight 1/K, so splitting a rollout into rows does
     token      loss = − Σ weight·gain / Σ weight                      over all trained tokens of the update: long rollouts have more weight
     sequence   loss = − Σ weight·(mean gain of the row) / Σ weight    over all rows of the update: all rollouts have the same weight
 
-Only clipping limits the distance from the sampling policy. The feed limits the age of rows.
+Only clipping limits the distance from the sampling policy. The feed limits the age of rows. A penalty can limit the distance from the
+initial weights (`compute_reference_penalty`).
 """
 
 from __future__ import annotations
@@ -52,9 +53,23 @@ def compute_loss(
     ratio = torch.exp(_log_ratio(terms.now, terms.then))
     clipped = ratio.clamp(1 - low, 1 + high)
     gain = torch.minimum(ratio * terms.advantage, clipped * terms.advantage) * terms.weight
-    if normalise == "sequence":
-        gain = gain / tokens[terms.row]
-    return -gain.sum() / by
+    return -_normalise(gain, terms, tokens, normalise) / by
+
+
+def compute_reference_penalty(
+    terms: LossTerms, reference: Tensor, tokens: Tensor, *, by: float, normalise: Normalise
+) -> Tensor:
+    """Compute the mean of exp(d) − 1 − d over the tokens, where d = `reference` − log-probability now.
+
+    `reference` contains the log-probabilities under the initial weights. The mean estimates the KL divergence from them, as in the original
+    GRPO, and is normalized like the loss.
+    """
+    difference = _log_ratio(reference, terms.now)
+    return _normalise((torch.exp(difference) - 1 - difference) * terms.weight, terms, tokens, normalise) / by
+
+
+def _normalise(values: Tensor, terms: LossTerms, tokens: Tensor, normalise: Normalise) -> Tensor:
+    return (values / tokens[terms.row] if normalise == "sequence" else values).sum()
 
 
 def compute_clipped_share(terms: LossTerms, *, low: float, high: float) -> Tensor:
