@@ -23,7 +23,7 @@ from tests.engines.standins import StandIn, serving
 from tests.kit import gateway
 from tests.speed import paced, scaled
 from turngate import tasks
-from turngate.cli.gateway import GatewayChoice
+from turngate.cli.gateway_choice import GatewayChoice
 from turngate.cli.run import _show_flags
 from turngate.config import ServeConfig
 from turngate.render import BUILTIN_TOKENIZER
@@ -182,7 +182,7 @@ def test_invalid_agent_file_names_field(data: Path, tmp_path: Path) -> None:
 
 
 def test_unreachable_gateway_and_invalid_url(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.cli.gateway.START_S", 0)
+    monkeypatch.setattr("turngate.cli.gateway_choice.START_S", 0)
     key = {"TURNGATE_ADMIN_KEY": "k" * 20}
     line = run_rejected(*shell_run(data, "true", "--gateway", "http://127.0.0.1:9"), env=key)
     assert line == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with `turngate serve`"

@@ -16,7 +16,13 @@ from rich.text import Text
 
 from turngate import tasks
 from turngate.cli.cluster import choose_cluster, open_batch_executor, start_shared_gateway
-from turngate.cli.gateway import GatewayChoice, RemoteAccess, choose_gateway, connect_gateway, load_gateway_config
+from turngate.cli.gateway_choice import (
+    GatewayChoice,
+    RemoteAccess,
+    choose_gateway,
+    connect_gateway,
+    load_gateway_config,
+)
 from turngate.cli.options import BatchOptions
 from turngate.cli.prepare import (
     PreparedAgent,

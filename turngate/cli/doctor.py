@@ -11,8 +11,8 @@ from rich.text import Text
 
 from turngate import __version__
 from turngate.agents.spec import find_agent
-from turngate.cli.cell import load_optional_cell_config
 from turngate.cli.options import DoctorOptions
+from turngate.cli.serve import load_optional_cell_config
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.common.terminal import console as new_console

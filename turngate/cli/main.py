@@ -19,7 +19,7 @@ from turngate.cli.project_commands import audit, keys_app, projects_app
 from turngate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from turngate.config import ServeConfig
+    pass
 
 
 class TurngateCommands(Group):
@@ -82,9 +82,9 @@ def main(
 @takes(flags.ServeOptions, flags.SERVE_SETTINGS)
 def serve(options: flags.ServeOptions) -> None:
     """Start the gateway."""
-    from turngate.cli.cell import load_serve_config
+    from turngate.cli.serve import load_serve_config, run_gateway
 
-    _serve(_or_exit(lambda: load_serve_config(options)))
+    _or_exit(lambda: run_gateway(load_serve_config(options)))
 
 
 @app.command()
@@ -94,21 +94,9 @@ def cell(options: flags.ServeOptions) -> None:
 
     A cell serves only while it holds a lease in the shared store. See docs/cells.md.
     """
-    from turngate.cli.cell import load_cell_config
+    from turngate.cli.serve import load_cell_config, run_gateway
 
-    _serve(_or_exit(lambda: load_cell_config(options)))
-
-
-def _serve(config: ServeConfig) -> None:
-    from turngate.telemetry import logs
-
-    if config.workers > 1:
-        from turngate.server.workers.front import run
-    else:
-        from turngate.server.run import run
-
-    with logs.log_to_stderr(config.log_format):
-        _or_exit(lambda: run(config))
+    _or_exit(lambda: run_gateway(load_cell_config(options)))
 
 
 @app.command()

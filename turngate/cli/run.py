@@ -16,7 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from turngate import tasks
-from turngate.cli.gateway import GatewayChoice, RemoteAccess, choose_gateway, connect_gateway, load_gateway_config
+from turngate.cli.gateway_choice import (
+    GatewayChoice,
+    RemoteAccess,
+    choose_gateway,
+    connect_gateway,
+    load_gateway_config,
+)
 from turngate.cli.options import RunOptions
 from turngate.cli.prepare import (
     add_command,

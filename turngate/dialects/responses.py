@@ -2,8 +2,8 @@
 
 The fields of a request are validated here. `responses_history.py` decodes the conversation, `responses_tools.py` decodes the tools, and
 `responses_reply.py` encodes the replies. Unless a request sets `store` to false, later requests of the session may refer to its
-response, and to the response's items, by id. On a WebSocket, a request may also continue the latest response of any lane of the
-connection, even if that response is not stored.
+response, and to the response's items, by id. On a WebSocket, a request may also continue the latest response of any lane
+(`stream_id`) of the connection, even if that response is not stored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cancel sessions whose runner was killed or crashed before it ended them.
 
-A runner announces its process with the first stage of a rollout. Only processes on this machine can be checked. The sessions of other
-runners stay open until they have been idle for too long.
+A runner that reaches the gateway at a loopback address announces its process in the event for the first stage of a rollout. Only processes
+on this machine can be checked. The sessions of other runners stay open until they have been idle for too long.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -27,6 +28,7 @@ from turngate.rollout.stop_signal import StopSignal
 from turngate.tasks.archive import PackedTask, TaskPacker
 
 log = logging.getLogger("turngate")
+_MAX_BACKOFF_S = 60.0  # longest average pause before a retry
 # After this many attempts, a lost attempt counts as an infrastructure fault, because the rollout itself may break the machines.
 _MAX_LOST = 10
 
@@ -168,9 +170,14 @@ class AttemptRunner:
             self._stop.stop(reason)
         elif faults < self._plan.retries:
             await results.end_attempt(started, "fault", message)
-            self._schedule.add_retry_after_fault(item, faults)
+            self._schedule.add_retry(item, _choose_backoff(self._plan.back_off_s, faults))
         else:
             await results.finish(build_finished(item, started, outcome, verdict))
+
+
+def _choose_backoff(first_s: float, faults: int) -> float:
+    """Choose the pause before a retry, at random. On average, it doubles with each of the rollout's earlier `faults`, up to a limit."""
+    return min(_MAX_BACKOFF_S, first_s * 2.0**faults) * random.uniform(0.5, 1.5)
 
 
 class Workers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
@@ -20,8 +19,6 @@ from turngate.rollout.progress import BatchProgress
 from turngate.rollout.stop_signal import StopSignal
 from turngate.rollout.throttle import Throttle
 from turngate.tasks.task import Task
-
-MAX_BACKOFF_S = 60.0  # longest average pause before a retry
 
 
 class RolloutItem(msgspec.Struct, frozen=True):
@@ -110,14 +107,6 @@ class Schedule:
     def add_retry(self, item: RolloutItem, wait_s: float = 0.0) -> None:
         """Schedule a retry that is due in `wait_s` seconds. Waiting workers do not see it until `notify` or `end_attempt` is called."""
         heapq.heappush(self._retries, (time.monotonic() + wait_s, next(self._order), item))
-
-    def add_retry_after_fault(self, item: RolloutItem, faults: int) -> None:
-        """Schedule a retry after a fault. `faults` is the number of earlier faults of the rollout.
-
-        The pause doubles with each fault, up to a limit.
-        """
-        backoff_s = min(MAX_BACKOFF_S, self._plan.back_off_s * 2**faults)
-        self.add_retry(item, backoff_s * random.uniform(0.5, 1.5))
 
     def exclude(self, rollout: str) -> None:
         """Skip a rollout when its group is added, because a retry request has already added the rollout."""

@@ -56,7 +56,7 @@ _PROCESS_FAMILIES = ("turngate_loop_lag_seconds",)  # process metrics, which a r
 
 
 class MetricsQuery(msgspec.Struct, frozen=True):
-    """Query parameters. With `by=worker`, every value is labeled with the number of its worker."""
+    """Query parameters. With `by=worker`, values are labeled with the number of their worker, unless all workers share them."""
 
     by: Literal["worker", ""] = ""
 

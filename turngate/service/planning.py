@@ -95,8 +95,8 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
             target.chmod(0o755)
     except OSError as error:
         raise StoreError(
-            f"the uploaded files or the test script cannot be written ({error.strerror}); check the disk and the permissions of the "
-            "service's data folder"
+            f"the task's files or the test script cannot be written ({error.strerror}); check the disk and the permissions of the "
+            "service's data folder or, in the Python API, of the temporary folder"
         ) from None
 
 

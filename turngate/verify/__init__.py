@@ -20,7 +20,6 @@ import msgspec
 
 from turngate.types import DeliveredTurn
 from turngate.verify.attempts import check_attempts
-from turngate.verify.drift import check_drift
 from turngate.verify.events import check_events
 from turngate.verify.findings import (
     CheckResults,
@@ -35,6 +34,7 @@ from turngate.verify.findings import (
     VerifyFinding,
     unreadable_verdict,
 )
+from turngate.verify.forks import check_drift
 from turngate.verify.messages import NodeMessages
 from turngate.verify.outcome import check_outcome
 from turngate.verify.quotes import check_quotes

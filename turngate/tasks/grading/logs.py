@@ -186,7 +186,7 @@ def _unittest_case(word: str) -> CaseOutcome | None:
 
 
 def _clean_lines(log: str) -> Iterator[str]:
-    """Yield the lines of a log that may contain results, without colors."""
+    """Yield the lines of a log, without colors. Lines longer than `MAX_LINE` are skipped, because they are never results."""
     for line in log.split("\n"):
         if len(line) <= MAX_LINE:
             yield _ANSI.sub("", line).replace("\r", "").rstrip()

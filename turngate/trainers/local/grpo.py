@@ -140,7 +140,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
     difference: float | None
     largest: float | None
     refused: tuple[str, ...]  # why each rejected row was left out
-    signal: bool  # whether any advantage is not 0
+    signal: bool  # whether any row has a gradient
     # Reverse KL divergence from the teacher per token. None if `teacher_kl` is 0.
     teacher_divergence: float | None = None
     # KL divergence from the initial weights per token. None if `reference_kl` is 0.

@@ -1,6 +1,6 @@
 /**
  * The scale of log-probabilities: six steps and one for "unknown", as the classes `p0` … `p5` and `p-none`. Their colors, in
- * `css/tokens.css`, differ in lightness, so that the order is visible without hues, in both themes.
+ * `css/token_view.css`, differ in lightness, so that the order is visible without hues, in both themes.
  */
 
 /** @type {{from: number, label: string}[]} */

@@ -1,4 +1,4 @@
-"""Load the settings of `turngate serve` and `turngate cell`."""
+"""Load the settings of `turngate serve` and `turngate cell`, and run the gateway. `config.py` defines the settings and their defaults."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from turngate.cli.options import ServeOptions
 from turngate.common.database_url import DatabaseUrl, parse_database_url
 from turngate.config import ServeConfig, load_config
 from turngate.errors import ConfigError
+from turngate.telemetry import logs
 
 SHARED_URL = "TURNGATE_SHARED"
 
@@ -50,6 +51,17 @@ def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
                 "data: a cell records to a local folder, not to a database; pass a folder as --data", param="data"
             )
     return config
+
+
+def run_gateway(config: ServeConfig) -> None:
+    """Run the gateway, with its workers if there are several, until it is stopped."""
+    if config.workers > 1:
+        from turngate.server.workers.front import run
+    else:
+        from turngate.server.run import run
+
+    with logs.log_to_stderr(config.log_format):
+        run(config)
 
 
 def _parse_shared(url: str) -> DatabaseUrl:
