@@ -19,7 +19,7 @@ from turngate.agents.install import find_node
 from turngate.errors import AgentError
 from turngate.rollout.connection import Connection
 from turngate.sandboxes import door
-from turngate.trace.host_tools import HostTool
+from turngate.trace.tool_schema import HostTool
 
 pytestmark = pytest.mark.process
 

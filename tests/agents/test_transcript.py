@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from turngate.agents import spec, transcript
-from turngate.agents.transcript import Difference, TranscriptCall, TranscriptTurn, compare_turns, read_transcripts
+from turngate.agents.transcript import TranscriptCall, TranscriptTurn, read_transcripts
 from turngate.errors import AgentError
+from turngate.rollout.transcript_diff import Difference, compare_turns
 
 SAMPLES = Path(__file__).parent / "samples"
 # The path of each file below the agent's HOME.

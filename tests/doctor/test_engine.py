@@ -135,7 +135,7 @@ async def test_local_model_needs_the_weights_that_the_engine_reads(tmp_path: Pat
     (tmp_path / "weights.safetensors").touch()
     config = ServeConfig(engine="local", model_folder=str(tmp_path))
     finding = await run_check(config, "engine")
-    assert finding.state == "failure" and "lacks model.safetensors" in finding.message
+    assert finding.state == "failure" and "must contain config.json, and model.safetensors" in finding.message
     for name in ("model.safetensors", "model.safetensors.index.json"):
         (tmp_path / name).touch()
         assert (await run_check(config, "engine")).state == "ok"

@@ -23,12 +23,13 @@ from tests.fuzz.json_values import VALUES, bodies, damaged, encode
 from tests.fuzz.relay_calls import check_relay, relay_calls
 from tests.fuzz.requests import read_calls
 from turngate.agents.spec import CATALOG, Transcript, load_spec, parse_spec
-from turngate.agents.transcript import compare_turns, read_transcripts
+from turngate.agents.transcript import read_transcripts
 from turngate.config import load_config
 from turngate.dialects import DIALECTS, Dialect, WireRequest
 from turngate.errors import AgentError, BadRequest, ConfigError, TaskError, TooLarge
 from turngate.render.call_syntax import DEEPSEEK, GEMMA, GLM, HERMES, LFM, LLAMA, MISTRAL, Syntax, parse_calls
 from turngate.render.parse import Parsed, Parser
+from turngate.rollout.transcript_diff import compare_turns
 from turngate.tasks.loaders.harbor import load_task
 from turngate.tasks.loaders.load import task_from_row
 from turngate.types import CallDelta, Delta, Tool

@@ -38,7 +38,7 @@ from turngate.sandboxes.base import Backend, SandboxSpec
 from turngate.sandboxes.e2b import E2BBackend
 from turngate.sandboxes.huggingface import HuggingFaceBackend
 from turngate.store.outcomes import RecordedOutcome
-from turngate.trace.host_tools import HostTool
+from turngate.trace.tool_schema import HostTool
 
 pytestmark = [pytest.mark.process, pytest.mark.promise(7)]
 

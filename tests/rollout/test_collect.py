@@ -211,12 +211,12 @@ async def test_slow_copy_of_working_folder_is_skipped_and_named(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packing the folder never ends, as with a file of a terabyte."""
-    from turngate.rollout import rollout, stage_reporting
+    from turngate.rollout import rollout, stages
     from turngate.sandboxes import posix
 
     limit_s = paced(1.5)
-    for module in (rollout, stage_reporting):
-        monkeypatch.setattr(module, "LIMITS_S", {**stage_reporting.LIMITS_S, "collect": limit_s})
+    for module in (rollout, stages):
+        monkeypatch.setattr(module, "LIMITS_S", {**stages.LIMITS_S, "collect": limit_s})
     monkeypatch.setattr(posix, "DOWNLOAD", "exec sleep 3600")
     outcome = await harness.run('print("done")')
     assert (outcome.status, outcome.collected.work, outcome.collected.stdout) == ("finished", False, "done\n")

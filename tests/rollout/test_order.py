@@ -35,7 +35,7 @@ from turngate.tasks import read_tasks
 from turngate.tasks.archive import PackedTask, pack_task
 from turngate.tasks.archive_cache import ArchiveCache, ArchiveError
 from turngate.tasks.task import Function, Script, Solution, Swe, Task, change_graders
-from turngate.trace.host_tools import HostTool
+from turngate.trace.tool_schema import HostTool
 
 ROOT = Path(__file__).parents[2]
 SECRET = "sesame-4711"

@@ -22,7 +22,7 @@ from tests.speed import paced, scaled
 from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import SandboxError
-from turngate.rollout import agent_run, stage_reporting
+from turngate.rollout import agent_run, stages
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.sandboxes.base import SandboxSpec
@@ -371,7 +371,7 @@ async def test_unwritable_results_folder_is_fault(harness: Harness, tmp_path: Pa
 
 
 async def test_slow_stage_times_out(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_reporting, "LIMITS_S", {**stage_reporting.LIMITS_S, "files": 0.2})
+    monkeypatch.setattr(stages, "LIMITS_S", {**stages.LIMITS_S, "files": 0.2})
 
     class Slow(LocalBackend):
         async def create(self, spec: SandboxSpec) -> Any:

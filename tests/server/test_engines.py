@@ -101,7 +101,7 @@ async def test_weights_of_trainer_must_be_claimed() -> None:
     async with engines(2) as fakes, serve(fakes[:1]) as g:
         await g.admin.post("/admin/fence/pause", json={})
         status, message = await refuse(g, "add", url=fakes[1].url)
-        assert status == 409 and "paused for a weight update" in message
+        assert status == 409 and "while calls are paused" in message
         await g.admin.post("/admin/fence/resume", json={"version": 4})
         status, message = await refuse(g, "add", url=fakes[1].url)
         assert status == 409 and "set version to 4" in message

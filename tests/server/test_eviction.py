@@ -21,7 +21,7 @@ from turngate.common import clock
 from turngate.config import load_config
 from turngate.errors import ConfigError, NotFound
 from turngate.gateway.eviction import Evictor, trim_memory
-from turngate.trace.host_tools import MAX_WAIT_S
+from turngate.trace.tool_schema import MAX_WAIT_S
 from turngate.trace.tree import Context, Sampled
 
 HI = [user("Hi")]

@@ -34,7 +34,7 @@ from turngate.server.workers import forwarding
 from turngate.server.workers.forwarding import socket_path
 from turngate.server.workers.worker import WorkerGateway
 from turngate.store.lock import lock_folder
-from turngate.trace.host_tools import MAX_WAIT_S
+from turngate.trace.tool_schema import MAX_WAIT_S
 
 HI = [user("Hi")]
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -15,7 +15,7 @@ from tests.speed import scaled
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.gateway import host_tools
 from turngate.server.host_tools import MAX_ARGUMENTS
-from turngate.trace.host_tools import MAX_WAIT_S
+from turngate.trace.tool_schema import MAX_WAIT_S
 
 ANSWER = {
     "name": "answer",

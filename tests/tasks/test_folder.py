@@ -9,7 +9,7 @@ import pytest
 from turngate.errors import TaskError
 from turngate.tasks import load_task
 from turngate.tasks.task import Function, Rubric, Script, Solution
-from turngate.trace.host_tools import HostTool
+from turngate.trace.tool_schema import HostTool
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 

@@ -15,7 +15,7 @@ import msgspec
 
 from turngate.agents.launch import OWN_FOLDER, Launch, LaunchFile
 from turngate.errors import AgentError
-from turngate.trace.host_tools import HostTool
+from turngate.trace.tool_schema import HostTool
 
 TOOLS_URL_ENV = "TURNGATE_TOOLS_URL"  # no SDK reads this name, so programs do not mistake it for their model provider
 _WITH_PATH = 'PATH="$0:$PATH"; export PATH; exec "$@"'

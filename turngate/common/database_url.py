@@ -55,7 +55,7 @@ def parse_database_url(data: str) -> DatabaseUrl:
         parts = urlsplit(data)
         host, port, user = parts.hostname or "", parts.port, parts.username or ""
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        if parts.netloc.count("@") > 1:
+        if parts.netloc.count("@") > 1 or "@" in parts.path:  # an unencoded "@" or "/" in the password
             raise ValueError
     except ValueError:  # its message may quote a part of the password
         raise _invalid(f"is not a valid URL; {ENCODE_HINT}") from None

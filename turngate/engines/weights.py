@@ -1,4 +1,4 @@
-"""The interface of engines whose weights can be changed while they serve, and the conversion of their weight labels to policy versions.
+"""The interface of engines whose weights can be changed while they serve, its time limits, and the policy versions of weight labels.
 
 `gateway/weights.py` pauses model calls, updates every replica through this interface, and resumes the calls at the new version. An
 engine that runs in the trainer's process is updated by the trainer itself.

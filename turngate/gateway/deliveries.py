@@ -1,6 +1,6 @@
-"""Build deliveries: the rows and advantages of complete groups.
+"""Build deliveries: the rows and advantages of complete groups, without the rollouts that the feed leaves out.
 
-A rollout that is not trained on, for example because it is too old, is delivered without rows, but with the reason.
+A rollout that is left out, for example because it was truncated or is too old, is delivered without rows, but with the reason.
 
 A delivery is built each time it is read. Its number always refers to the same group, but a rollout that is trainable at one read may be too
 old or deleted at a later one.

@@ -17,8 +17,8 @@ from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.events import Events
 from turngate.store.store import Store
 from turngate.store.tool_calls import HostToolCall
-from turngate.trace.host_tools import MAX_CALLS, ArgumentChecker, HostTool, build_checker
 from turngate.trace.session import Session
+from turngate.trace.tool_schema import MAX_CALLS, ArgumentChecker, HostTool, build_checker
 from turngate.trace.turn_rewards import ToolCallRecord
 from turngate.types import Json
 

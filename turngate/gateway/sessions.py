@@ -26,9 +26,9 @@ from turngate.store.score_cache import locate_store_cache, remove_scores
 from turngate.store.store import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
-from turngate.trace.host_tools import check_tools
 from turngate.trace.session import Session, SessionConfig, Status, check_rollout, check_session_id
 from turngate.trace.signals import find_faults
+from turngate.trace.tool_schema import check_tools
 from turngate.types import STALE, SUPERSEDED, Mode, Sampling
 
 

@@ -31,6 +31,7 @@ from turngate.store.events import new_event
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
+LIMIT_S = 600.0  # default of how long an update waits for calls in flight
 _RETRY_S = 2.0  # between attempts to resume engines or calls
 
 

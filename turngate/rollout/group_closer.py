@@ -1,4 +1,4 @@
-"""Close the groups of a batch at the gateway as soon as they are complete, so that trainers do not wait for more rollouts.
+"""Ask the gateway to close the groups of a batch as soon as they are complete, so that trainers do not wait for more rollouts.
 
 Closing a group is idempotent, so a resumed batch can safely close all complete groups again.
 """

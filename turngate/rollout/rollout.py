@@ -51,7 +51,7 @@ from turngate.rollout.redaction import Redactor
 from turngate.rollout.session import AgentSession, build_session_config
 from turngate.rollout.spec import RolloutSpec
 from turngate.rollout.stage_events import StageEvents
-from turngate.rollout.stage_reporting import LIMITS_S, Stages
+from turngate.rollout.stages import LIMITS_S, Stages
 from turngate.rollout.transcript_diff import compare_transcript, list_delivered_turns
 from turngate.rollout.work import copy_work
 from turngate.sandboxes.base import Mount, Sandbox, SandboxSpec

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from turngate.agents.spec import Transcript
-from turngate.agents.transcript import (
-    Difference,
-    TranscriptCall,
-    TranscriptTurn,
-    compare_turns,
-    parse_arguments,
-    read_transcripts,
-)
+from turngate.agents.transcript import TranscriptCall, TranscriptTurn, parse_arguments, read_transcripts
 from turngate.client.protocol import DecodedTrace, TraceContext
 from turngate.errors import AgentError
 from turngate.trace.session import limit_message
@@ -22,6 +20,18 @@ from turngate.types import DeliveredTurn, Message
 # A transcript that exceeds the trace by more turns than this is not compared, because that would take too long.
 _MAX_EXTRA_TURNS = 10_000
 _MAX_DIFFERENCES = 100  # maximum number of differences in the result
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A difference between the transcript and the trace.
+
+    `transcript` and `trace` are the positions of the turn in each, counted from 0. A position is None if the turn is missing there.
+    """
+
+    what: Literal["missing in trace", "missing in transcript", "text", "reasoning", "calls"]
+    transcript: int | None
+    trace: int | None
+    detail: str = ""
 
 
 def list_delivered_turns(trace: DecodedTrace) -> list[DeliveredTurn]:
@@ -119,3 +129,91 @@ def _format_difference(which: str, difference: Difference) -> str:
         if n is not None
     ]
     return f"{which}: {difference.what} ({', '.join(at)}): {difference.detail}"
+
+
+def compare_turns(
+    transcript: Sequence[TranscriptTurn],
+    trace: Sequence[TranscriptTurn],
+    *,
+    side: Sequence[TranscriptTurn] = (),
+    fills_in: bool = False,
+) -> list[Difference]:
+    """Return the differences between the agent's transcript and the trace. An empty list means that they agree.
+
+    The transcript must contain the turns in `trace`. It may also contain the turns in `side`, such as summaries, which only some agents
+    record. Text is compared without surrounding whitespace, and arguments as parsed JSON. Reasoning is compared only if the transcript
+    contains it. The calls of a turn may be in any order, because agents record each call when it finishes. Set `fills_in` if the agent adds
+    arguments that the model left out.
+    """
+    trace_shapes = [_shape(turn) for turn in trace]
+    side_shapes = {_shape(turn) for turn in side} - set(trace_shapes)
+    kept = [n for n, turn in enumerate(transcript) if _shape(turn) not in side_shapes]
+    transcript_shapes = [_shape(transcript[n]) for n in kept]
+    differences: list[Difference] = []
+    for _, a, a_end, b, b_end in difflib.SequenceMatcher(
+        None, transcript_shapes, trace_shapes, autojunk=False
+    ).get_opcodes():
+        pairs = min(a_end - a, b_end - b)
+        for n in range(pairs):
+            differences += _compare_turn(transcript[kept[a + n]], trace[b + n], kept[a + n], b + n, fills_in)
+        differences += [
+            Difference("missing in trace", n, None, _summarize(transcript[n])) for n in kept[a + pairs : a_end]
+        ]
+        differences += [
+            Difference("missing in transcript", None, n, _summarize(trace[n])) for n in range(b + pairs, b_end)
+        ]
+    return differences
+
+
+# ---- reading ----
+
+
+def _shape(turn: TranscriptTurn) -> tuple[str, tuple[str, ...]]:
+    """Return a turn's text and sorted tool names. They are used to match turns that may differ in their reasoning or arguments."""
+    return turn.text.strip(), tuple(sorted(call.name for call in turn.calls))
+
+
+def _compare_turn(
+    written: TranscriptTurn, recorded: TranscriptTurn, a: int, b: int, fills_in: bool
+) -> Iterator[Difference]:
+    if written.text.strip() != recorded.text.strip():
+        yield Difference(
+            "text", a, b, f"transcript {_shorten(written.text.strip())}, trace {_shorten(recorded.text.strip())}"
+        )
+    if written.reasoning.strip() and written.reasoning.strip() != recorded.reasoning.strip():
+        yield Difference(
+            "reasoning",
+            a,
+            b,
+            f"transcript {_shorten(written.reasoning.strip())}, trace {_shorten(recorded.reasoning.strip())}",
+        )
+    unmatched = list(recorded.calls)
+    for call in written.calls:
+        match = next((other for other in unmatched if _same_call(call, other, fills_in)), None)
+        if match is None:
+            yield Difference("calls", a, b, f"the trace has no call {call.name} {_shorten(json.dumps(call.arguments))}")
+        else:
+            unmatched.remove(match)
+    for call in unmatched:
+        yield Difference(
+            "calls", a, b, f"the transcript has no call {call.name} {_shorten(json.dumps(call.arguments))}"
+        )
+
+
+def _same_call(written: TranscriptCall, recorded: TranscriptCall, fills_in: bool) -> bool:
+    if written.name != recorded.name:
+        return False
+    if fills_in and isinstance(written.arguments, dict) and isinstance(recorded.arguments, dict):
+        return all(
+            name in written.arguments and written.arguments[name] == value for name, value in recorded.arguments.items()
+        )
+    return bool(written.arguments == recorded.arguments)
+
+
+def _summarize(turn: TranscriptTurn) -> str:
+    calls = ", ".join(call.name for call in turn.calls)
+    return _shorten(turn.text.strip()) + (f" calls {calls}" if calls else "")
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:60]}…{text[-15:]}")

@@ -16,7 +16,7 @@ from turngate.engines.weights import PolicyWeights
 from turngate.errors import BadRequest
 from turngate.gateway.projects import AuditNote
 from turngate.gateway.sessions import Sessions
-from turngate.gateway.weights import LoadReply, WeightsView, WeightUpdates
+from turngate.gateway.weights import LIMIT_S, LoadReply, WeightsView, WeightUpdates
 from turngate.server.auth import Auth
 from turngate.server.http import json_response, route
 from turngate.server.operations import Endpoint, JsonReply
@@ -60,7 +60,7 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     lora_path: str = ""
     name: str = "policy-v{version}"
     mode: PauseMode | None = None  # None means drain for a model, and hold for an adapter
-    limit_s: Limit = 600.0  # how long to wait for calls in flight
+    limit_s: Limit = LIMIT_S  # how long to wait for calls in flight
 
     def to_load(self) -> PolicyWeights:
         if bool(self.path) == bool(self.lora_path):

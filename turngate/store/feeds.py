@@ -1,4 +1,4 @@
-"""Feed tables: the feeds, the rollouts of incomplete groups, and the rollouts of each delivery.
+"""Feed tables: the feeds, the rollouts of incomplete groups, and the rollouts of each delivery. Groups are closed here.
 
 A delivery gets its number in the transaction that completes its group. A complete group therefore always has a number, even after a crash.
 All workers write to the same database, so numbers are unique. `gateway/deliveries.py` builds deliveries from these tables.

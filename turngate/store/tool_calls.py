@@ -1,4 +1,4 @@
-"""The tool_calls table: calls of host tools (`trace/host_tools.py`) and their replies."""
+"""The tool_calls table: calls of host tools (`trace/tool_schema.py`) and their replies."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import TaskError
-from turngate.trace.host_tools import HostTool
+from turngate.trace.tool_schema import HostTool
 from turngate.types import Json
 
 MAX_INSTRUCTION = 1_000_000  # characters

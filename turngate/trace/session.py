@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from turngate.errors import BadRequest, Boundary, Conflict, LeaseLapsed, Stopping
-from turngate.trace.host_tools import HostTool
 from turngate.trace.sample import TrainingPolicy
 from turngate.trace.signals import Signals
+from turngate.trace.tool_schema import HostTool
 from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Limits, Mode
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from turngate.errors import BadRequest
 from turngate.trace.advantage import MAX_REWARD, is_too_large
-from turngate.trace.host_tools import HostTool
+from turngate.trace.tool_schema import HostTool
 from turngate.trace.tree import Sampled, Trace
 from turngate.types import Message
 

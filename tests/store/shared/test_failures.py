@@ -64,6 +64,7 @@ def test_address_never_shows_the_password(url: str, name: str, has_password: boo
         "mysql://u:s3cret@h/d",
         *(f"postgresql://u:s3cret{mark}x@host/db" for mark in "/?#"),
         "postgresql://u:x@s3cret@host/db",
+        "postgresql://u:12/s3cret@host/db",  # not port 12 and database s3cret@host/db
     ],
 )
 def test_invalid_address_is_refused_without_repeating_it(url: str) -> None:

@@ -1,4 +1,4 @@
-"""Read the answers of an OpenAI-compatible endpoint, streamed or not."""
+"""Read the answers of an OpenAI-compatible endpoint, streamed or not, and map their finish reasons to ours."""
 
 from __future__ import annotations
 

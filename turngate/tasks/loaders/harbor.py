@@ -40,8 +40,8 @@ from turngate.tasks.task import (
     check_instruction,
     to_task_id,
 )
-from turngate.trace.host_tools import HostTool
-from turngate.trace.host_tools import check_tools as checked_tools
+from turngate.trace.tool_schema import HostTool
+from turngate.trace.tool_schema import check_tools as checked_tools
 from turngate.types import Json
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]

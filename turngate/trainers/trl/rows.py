@@ -1,4 +1,4 @@
-"""Convert a feed's deliveries to TRL's rows, and queue them for TRL's trainer.
+"""Convert a feed's deliveries to TRL's rows, with their model versions and metrics, and queue them for TRL's trainer.
 
 TRL's loss is a mean over all trained tokens of a batch, so the weight of a rollout does not depend on its number of rows. Every row
 therefore has the advantage of its rollout, scaled if `weigh` is "rollouts". The feed's `weight` (1/K for each of K rows) is not used.

@@ -1,4 +1,4 @@
-"""Run the stages of one rollout, most of them with time limits, and report them in logs, progress, events and spans."""
+"""Run the stages of one rollout with their time limits (`LIMITS_S`), and report them in logs, progress, events and spans."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turngate.errors import BadRequest
-from turngate.trace.host_tools import build_checker
+from turngate.trace.tool_schema import build_checker
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Host tools, which the agent calls through the gateway and the host answers. A session declares them in `SessionConfig.tools`."""
+"""The declarations of host tools, and the check of calls against their JSON schemas.
+
+An agent calls these tools through the gateway, and the host answers. A session declares them in `SessionConfig.tools`.
+"""
 
 from __future__ import annotations
 
