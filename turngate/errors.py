@@ -1,4 +1,4 @@
-"""The error hierarchy. Each error states the boundary at which it arose, its HTTP status, and whether a retry is safe.
+"""The error hierarchy, with the HTTP status of each error. It also states the boundary at which an error arose, and whether a retry is safe.
 
 Errors can be raised anywhere. `server/` renders them in the caller's wire format.
 """

@@ -1,4 +1,4 @@
-"""Check that the agents are installed at their pinned versions, and that sandboxes actually start."""
+"""Check that the agents are installed at their pinned versions, that Node is new enough, and that sandboxes actually start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that run the attempts of a batch and write each result to the ledger."""
+"""Workers that run the attempts of a batch, write each result to the ledger, and retry after faults, with growing pauses."""
 
 from __future__ import annotations
 
