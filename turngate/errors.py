@@ -1,4 +1,4 @@
-"""The error hierarchy, with the HTTP status of each error. It also states the boundary at which an error arose, and whether a retry is safe.
+"""The error hierarchy, with the HTTP status of each error. An error also states the boundary at which it arose, and if a retry is safe.
 
 Errors can be raised anywhere. `server/` renders them in the caller's wire format.
 """

@@ -35,8 +35,8 @@ async def grade_with_retries(task: Task, work: Work, environment: GradingEnviron
 class GradeCache:
     """Grades identical work once per group.
 
-    Only repository tests (`Swe`) decide by the files of the work alone. Other graders may also read the turns or use chance, so their
-    grades are never reused. Grades without a reward are not reused either.
+    Only the grades of repository tests (`Swe`) depend solely on the files in the work. Other graders may also read the turns or be
+    nondeterministic, so their grades are never reused. Grades without a reward are not reused either.
     """
 
     def __init__(self) -> None:

@@ -124,7 +124,7 @@ class StoredLimits(msgspec.Struct, frozen=True):
 
 
 class StoredConfig(msgspec.Struct, frozen=True):
-    """The settings of a session that its trace must agree with."""
+    """The settings of a session that its verification uses."""
 
     model: str = ""
     mode: str = "exact"
