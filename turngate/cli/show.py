@@ -1,4 +1,4 @@
-"""`turngate show`: print a session's conversation as text or tokens, with its roles, branches and training rows."""
+"""`turngate show`: print a session's conversation as text, tokens or JSON, with its roles, branches and training rows."""
 
 from __future__ import annotations
 

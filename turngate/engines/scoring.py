@@ -1,7 +1,8 @@
-"""Engines that score given token ids. They return each token's log-probability in its context, and the most likely tokens at its position.
+"""Requests to engines that score given token ids, for teachers.
 
-Their methods are blocking. To send several requests to a server at the same time, use several threads. Scores are those of the model's
-unmodified distribution, at temperature 1. `local/scoring.py` scores with a model in this process.
+An engine returns each token's log-probability in its context, and the most likely tokens at its position. The methods are blocking. To send
+several requests to a server at the same time, use several threads. Scores are those of the model's unmodified distribution, at temperature
+1. `local/scoring.py` scores with a model in this process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Project quotas: each process takes a part of a quota from the store, and a thread takes more when the part is nearly used up.
+"""Project quotas: each process takes a part of a quota from the store, a thread takes more in time, and measures the stored bytes.
 
 A model call only compares the number of tokens sampled so far with this process's part, in memory. The call waits only if the part is used
 up before the thread has taken more. Calls in flight always finish, so a project can exceed its quota by the tokens of these calls.
 
-The quota of stored bytes is not divided into parts. The thread measures how much the project stores.
+The thread takes more when the part is nearly used up. The quota of stored bytes is not divided into parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pipeline of one model call. Read this file first.
+"""The pipeline of one model call, from the limits and the fence to the commit. Read this file first.
 
     admit → locate → render → generate → parse → commit → reply
 

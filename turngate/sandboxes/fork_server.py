@@ -1,4 +1,4 @@
-"""A process that has imported an agent's libraries and forks the agent's processes, so that rollouts do not repeat the imports.
+"""A process that imports an agent's libraries, checks that forks can share them, and forks the agent's processes, to save the imports.
 
 `warm_start.py` runs it as `python fork_server.py FD`, with the agent's Python. FD is one end of a socket pair. The first message says what
 to import. The server is not used if the imports have effects that forked processes would wrongly share or lack, such as threads, open
