@@ -1,4 +1,6 @@
-"""Limit how many rollouts of a batch are in each phase at the same time (`Bounds`, with the defaults). Each rollout has a `Slot`, which passes through these states:
+"""Limit how many rollouts of a batch are in each phase at the same time. `Bounds` has the limits, with their defaults.
+
+Each rollout has a `Slot`, which passes through these states:
 
     waiting → start → ready → run → done → grade
 
