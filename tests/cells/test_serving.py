@@ -19,8 +19,8 @@ from turngate.errors import Busy, LeaseLapsed, StoreError
 from turngate.gateway.cell import shipping
 from turngate.gateway.cell.api_keys import KeyFollower
 from turngate.gateway.cell.cell import Cell
-from turngate.gateway.cell.keeper import CellName, LeaseKeeper
 from turngate.gateway.cell.lease_file import LeaseFile, create_lease_file
+from turngate.gateway.cell.lease_keeper import CellName, LeaseKeeper
 from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPermit
 from turngate.gateway.cell.shipping import Shipper
 from turngate.store.outbox import OpenAttempt, ShippingPosition

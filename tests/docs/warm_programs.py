@@ -18,7 +18,7 @@ TOKENIZER = "WARM_TOKENIZER"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PRELOADED = (
     *(f"turngate.cli.{name}" for name in ("agents", "batch", "certify", "doctor", "export", "run", "show", "tasks")),
-    *(f"turngate.cli.{name}" for name in ("gateway", "verify")),
+    *(f"turngate.cli.{name}" for name in ("gateway_choice", "verify")),
     "turngate.server.run",
     "turngate.api",
     "gauntlet.engine",

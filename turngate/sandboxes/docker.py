@@ -34,7 +34,7 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxUnavailable
 from turngate.sandboxes import disk, folders
 from turngate.sandboxes.base import DEFAULT_OPEN_FILES, DEFAULT_PIDS, STANDALONE_ENV, ExecResult, SandboxSpec
-from turngate.sandboxes.docker_command import STEP_TIMEOUT_S, run_docker, spawn_docker, try_docker
+from turngate.sandboxes.docker_process import STEP_TIMEOUT_S, run_docker, spawn_docker, try_docker
 from turngate.sandboxes.posix import KILLED, PosixSandbox
 from turngate.types import Json
 

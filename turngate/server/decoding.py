@@ -162,7 +162,7 @@ def find_too_deep(raw: bytes) -> str | None:
 
 
 def _find_undecodable(raw: bytes, kind: type) -> str | None:
-    """Return the field that the decoder failed on, or None if the failure is not in a field's value."""
+    """Return the field that the decoder failed on, or None if it cannot be determined."""
     try:
         parts = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
         known = {field.name: field.type for field in msgspec.structs.fields(kind)}

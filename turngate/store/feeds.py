@@ -1,4 +1,4 @@
-"""Feed tables: the feeds, the rollouts of incomplete groups, and the rollouts of each delivery. Groups are closed here.
+"""Feed tables: open a feed, close a group, and read the rollouts of incomplete groups and of each delivery.
 
 A delivery gets its number in the transaction that completes its group. A complete group therefore always has a number, even after a crash.
 All workers write to the same database, so numbers are unique. `gateway/deliveries.py` builds deliveries from these tables.
@@ -16,7 +16,7 @@ from turngate.store.attempts import find_rollout
 from turngate.store.columns import as_name
 from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, LOCK_FEEDS_TABLE, Connect, StoreConnection
 from turngate.store.events import NewEvent, insert_event, new_event
-from turngate.store.feed_groups import FeedEntry, FeedGroups, NewEntry
+from turngate.store.group_completion import FeedEntry, FeedGroups, NewEntry
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, RecordedOutcome, decode_outcome
 from turngate.types import Json
 

@@ -20,8 +20,8 @@ from turngate.common.sharding import Shard
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 from turngate.gateway.cell.api_keys import CellKeyRing, KeyFollower
-from turngate.gateway.cell.keeper import CellName, LeaseKeeper, LeaseRegistry
 from turngate.gateway.cell.lease_file import LeaseFile, create_lease_file
+from turngate.gateway.cell.lease_keeper import CellName, LeaseKeeper, LeaseRegistry
 from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPermit
 from turngate.gateway.cell.shipping import ShipmentTarget, Shipper
 from turngate.gateway.fence import Fence

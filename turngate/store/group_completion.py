@@ -1,4 +1,4 @@
-"""Decide how outcomes change the groups of one feed. No I/O.
+"""Decide how outcomes change and complete the groups of one feed. No I/O.
 
 Outcomes are added one after another. The result is the same whether they are added in one transaction or in several.
 """

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from turngate.store.feed_groups import FeedEntry, FeedGroups, NewEntry
+from turngate.store.group_completion import FeedEntry, FeedGroups, NewEntry
 
 Row = tuple[int, str, str, int | None]  # session, rollout, group, number
 
