@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,7 @@ CHANGES = {
     "permissions": (lambda folder: (folder / "a.py").chmod(0o755), 2),
     "new file": (lambda folder: (folder / "b.py").write_text(""), 2),
     "empty folder": (lambda folder: (folder / "b").mkdir(), 2),
+    "hard link": (lambda folder: (folder / "same.py").hardlink_to(folder / "a.py"), 2),
     "link": (lambda folder: ((folder / "a.py").unlink(), (folder / "a.py").symlink_to("b.py")), 2),
 }
 
@@ -224,7 +226,17 @@ async def grade_both(first: Work, second: Work, grader: Any = SWE, groups: tuple
     cache, task = GradeCache(), Task(id="t", instruction="Do it.", grader=grader)
     works = zip((first, second), groups, ("r.0", "r.1"), strict=True)
     environment = GradingEnvironment(backend=LocalBackend())
-    grades = [cache.grade(task, work, environment, group=group, rollout=rollout) for work, group, rollout in works]
+    grades = [
+        cache.grade(
+            task,
+            work,
+            environment,
+            group=group,
+            rollout=rollout,
+            grade=partial(grading.grade_with_retries, task, work, environment),
+        )
+        for work, group, rollout in works
+    ]
     return list(await asyncio.gather(*grades))
 
 
@@ -244,8 +256,51 @@ async def test_only_identical_work_shares_a_grade(change: str, graded: list[Path
 async def test_grades_of_other_groups_and_graders_are_not_shared(graded: list[Path], tmp_path: Path) -> None:
     await grade_both(make_work(tmp_path / "a"), make_work(tmp_path / "b"), groups=("g", "h"))
     await grade_both(make_work(tmp_path / "c"), make_work(tmp_path / "d"), Script(command=("true",)))
-    await grade_both(make_work(tmp_path / "e"), make_work(tmp_path / "f", left_out=("a pipe",)))
+    await grade_both(make_work(tmp_path / "e"), make_work(tmp_path / "f", lost="too large"))
     assert len(graded) == 6
+
+
+async def test_hard_links_are_not_copies(graded: list[Path], tmp_path: Path) -> None:
+    copies, links = make_work(tmp_path / "a"), make_work(tmp_path / "b")
+    (copies.folder / "same.py").write_text("1")
+    (links.folder / "same.py").hardlink_to(links.folder / "a.py")
+    await grade_both(copies, links)
+    assert len(graded) == 2
+
+
+async def test_unreadable_work_is_graded(graded: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading.hashlib, "file_digest", refuse)
+    grades = await grade_both(make_work(tmp_path / "a"), make_work(tmp_path / "b"))
+    assert [grade.kind for grade in grades] == ["graded"] * 2 and len(graded) == 2
+
+
+def refuse(*_: object) -> None:
+    raise OSError(5, "Input/output error")
+
+
+async def test_cancelled_grading_lets_others_grade(tmp_path: Path) -> None:
+    cache, task = GradeCache(), Task(id="t", instruction="Do it.", grader=SWE)
+    environment, started = GradingEnvironment(backend=LocalBackend()), asyncio.Event()
+
+    async def hang() -> Grade:
+        started.set()
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def grade() -> Grade:
+        return Grade(kind="graded", reward=1.0)
+
+    def call(name: str, run: Any) -> asyncio.Task[Grade]:
+        work = make_work(tmp_path / name)
+        return asyncio.create_task(cache.grade(task, work, environment, group="g", rollout=name, grade=run))
+
+    first = call("a", hang)
+    await started.wait()
+    waiting = [call("b", grade), call("c", grade)]
+    await asyncio.sleep(0.1)
+    first.cancel()
+    assert [one.reward for one in await asyncio.gather(*waiting)] == [1.0, 1.0]
+    assert first.cancelled()
 
 
 async def test_infrastructure_fault_is_not_shared(graded: list[Path], tmp_path: Path) -> None:

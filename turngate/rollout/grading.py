@@ -7,6 +7,7 @@ import hashlib
 import os
 import stat
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -40,55 +41,77 @@ class GradeCache:
     """
 
     def __init__(self) -> None:
-        self._grades: OrderedDict[tuple[str, str], _GradeOfWork] = OrderedDict()
+        # The grade of each work, with the name of its rollout. A future whose grading gives no reward has the result None, and is removed.
+        self._grades: OrderedDict[str, asyncio.Future[tuple[Grade, str] | None]] = OrderedDict()
 
     async def grade(
-        self, task: Task, work: Work, environment: GradingEnvironment, *, group: str, rollout: str
+        self,
+        task: Task,
+        work: Work,
+        environment: GradingEnvironment,
+        *,
+        group: str,
+        rollout: str,
+        grade: Callable[[], Awaitable[Grade]],
     ) -> Grade:
-        """Grade the work, or return the grade of identical work in the same group, with a note that says so.
+        """Call `grade`, or return the grade of identical work in the same group, with a note that says so.
 
-        Identical work that is being graded at the moment is waited for.
+        If identical work is being graded, wait for its grade.
         """
         if not isinstance(task.grader, Swe) or work.lost:
-            return await grade_with_retries(task, work, environment)
-        known = self._find(group, await asyncio.to_thread(_compute_digest, work))
-        async with known.lock:
-            if known.grade is None:
-                result = await grade_with_retries(task, work, environment)
-                if result.kind == "graded":
-                    known.grade, known.rollout = result, rollout
-                return result
-        note = f"not graded again, because the work is identical to that of rollout {known.rollout}"
-        return msgspec.structs.replace(known.grade, notes=(*known.grade.notes, note), seconds=0.0)
-
-    def _find(self, group: str, digest: str) -> _GradeOfWork:
-        known = self._grades.setdefault((group, digest), _GradeOfWork())
-        self._grades.move_to_end((group, digest))
+            return await grade()
+        try:
+            key = await asyncio.to_thread(_compute_digest, task, work, environment, group)
+        except OSError:  # grading reports the problem
+            return await grade()
+        if (known := self._grades.get(key)) is not None:
+            self._grades.move_to_end(key)
+            shared = await asyncio.shield(known)
+            return await grade() if shared is None else _reuse(*shared, rollout)
+        known = self._grades[key] = asyncio.get_running_loop().create_future()
         if len(self._grades) > _MAX_GRADES:
             self._grades.popitem(last=False)
-        return known
+        try:
+            result = await grade()
+        except BaseException:
+            self._give_up(key, known)
+            raise
+        if result.kind == "graded":
+            known.set_result((result, rollout))
+        else:
+            self._give_up(key, known)
+        return result
+
+    def _give_up(self, key: str, known: asyncio.Future[tuple[Grade, str] | None]) -> None:
+        """Let all waiting rollouts grade their own work, at the same time."""
+        known.set_result(None)
+        if self._grades.get(key) is known:
+            del self._grades[key]
 
 
-class _GradeOfWork:
-    """The grade of all identical work in a group, once it is known."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()  # held while the work is graded
-        self.grade: Grade | None = None
-        self.rollout = ""  # whose work was graded
+def _reuse(grade: Grade, graded: str, rollout: str) -> Grade:
+    source = "an earlier attempt" if graded == rollout else f"rollout {graded}"
+    note = f"not graded again, because the work is identical to that of {source}"
+    return msgspec.structs.replace(grade, notes=(*grade.notes, note), seconds=0.0)
 
 
-def _compute_digest(work: Work) -> str:
-    """Return a digest of what a repository's tests see of the work: paths, permissions, links and contents, without Python's caches."""
-    digest = hashlib.sha256("\0".join(work.left_out).encode("utf-8", "surrogateescape"))
+def _compute_digest(task: Task, work: Work, environment: GradingEnvironment, group: str) -> str:
+    """Return a digest of all that repository tests depend on: the group, the task, the environment, and the tree of the work.
+
+    The tree consists of paths, permissions, links and contents, without Python's caches.
+    """
+    terms = (group, task.id, task.grader, task.image, str(task.files), environment.image, environment.resources)
+    digest = hashlib.sha256(msgspec.json.encode((environment.backend.name, *terms)))
+    names: dict[tuple[int, int], bytes] = {}  # the first name of each file with several hard links
     for place, folders, files in os.walk(work.folder):
         folders[:] = sorted(name for name in folders if name != PYTHON_CACHE)
         for path in (Path(place, name) for name in (*folders, *sorted(files))):
-            mode = path.lstat().st_mode
+            name, state = os.fsencode(path.relative_to(work.folder)), path.lstat()
             content = os.fsencode(path.readlink()) if path.is_symlink() else b""
-            if stat.S_ISREG(mode):
+            if stat.S_ISREG(state.st_mode):
                 with path.open("rb") as file:
                     content = hashlib.file_digest(file, "sha256").digest()
-            name = os.fsencode(path.relative_to(work.folder))
-            digest.update(b"%d %o %d " % (len(name), mode, len(content)) + name + content)
+                if state.st_nlink > 1:
+                    content += names.setdefault((state.st_dev, state.st_ino), name)
+            digest.update(b"%d %o %d " % (len(name), state.st_mode, len(content)) + name + content)
     return digest.hexdigest()

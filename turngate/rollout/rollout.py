@@ -56,7 +56,7 @@ from turngate.rollout.transcript_diff import compare_transcript, list_delivered_
 from turngate.rollout.work import copy_work
 from turngate.sandboxes.base import Mount, Sandbox, SandboxSpec
 from turngate.tasks import staging
-from turngate.tasks.grading.types import GradingEnvironment, Work
+from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.host_env import find_host_values
 from turngate.telemetry.logs import log_context
 
@@ -415,14 +415,17 @@ class Rollout:
         environment = GradingEnvironment(
             backend=spec.backend, image=spec.image, resources=spec.resources, log=self._folder / GRADE_LOG
         )
-        began = time.monotonic()
-        async with self._gate("grade"), self._stages.enter("grade", since=began):
-            if self._grades is None:
-                ending.grade = await grade_with_retries(spec.task, self._work, environment)
-            else:
-                ending.grade = await self._grades.grade(
-                    spec.task, self._work, environment, group=self.outcome.group, rollout=self.outcome.rollout
-                )
+        work, began = self._work, time.monotonic()
+
+        async def grade() -> Grade:
+            async with self._gate("grade"), self._stages.enter("grade", since=began):
+                return await grade_with_retries(spec.task, work, environment)
+
+        if self._grades is None:
+            ending.grade = await grade()
+        else:
+            names = {"group": self.outcome.group, "rollout": self.outcome.rollout}
+            ending.grade = await self._grades.grade(spec.task, work, environment, **names, grade=grade)
         self._update_outcome()
 
     async def _record(self) -> None:
