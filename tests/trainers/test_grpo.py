@@ -119,16 +119,14 @@ def test_divergence_from_sampling_policy() -> None:
 )
 def test_reference_penalty(normalise: Normalise, by: float, weights: tuple[float, ...]) -> None:
     terms, tokens = example_terms()
-    ratios = (2.0, 1.0, 0.25)  # of the probabilities under the initial weights and now
-    reference = terms.now.detach() + torch.tensor(ratios).log()
+    differences = (0.5, 0.0, -20.0)  # of the log-probabilities now from those under the initial weights
+    reference = terms.now.detach() - torch.tensor(differences)
     value = compute_reference_penalty(terms, reference, tokens, by=by, normalise=normalise)
-    expected = sum(weight * (ratio - 1 - math.log(ratio)) for weight, ratio in zip(weights, ratios, strict=True))
-    assert value.item() == pytest.approx(expected / by)
+    pairs = list(zip(weights, differences, strict=True))
+    assert value.item() == pytest.approx(sum(weight * difference**2 / 2 for weight, difference in pairs) / by)
     value.backward()
     assert terms.now.grad is not None
-    # d(exp(d) - 1 - d)/d(now) = 1 - exp(d): descent raises a token's probability if it was higher before
-    gradients = [weight * (1 - ratio) / by for weight, ratio in zip(weights, ratios, strict=True)]
-    assert terms.now.grad.tolist() == pytest.approx(gradients)
+    assert terms.now.grad.tolist() == pytest.approx([weight * difference / by for weight, difference in pairs])
 
 
 @pytest.mark.parametrize("recorded", [-100.0, -math.inf])

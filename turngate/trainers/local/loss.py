@@ -59,13 +59,13 @@ def compute_loss(
 def compute_reference_penalty(
     terms: LossTerms, reference: Tensor, tokens: Tensor, *, by: float, normalise: Normalise
 ) -> Tensor:
-    """Compute the mean of exp(d) − 1 − d over the tokens, where d = `reference` − log-probability now.
+    """Compute the mean of d²/2 over the tokens, where d = log-probability now − `reference`, the one under the initial weights.
 
-    `reference` contains the log-probabilities under the initial weights. The mean estimates the KL divergence from them, as in the original
-    GRPO, and is normalized like the loss.
+    On tokens that were sampled with the current weights, its expected gradient is that of the KL divergence from the initial weights, and
+    unlike exp(−d) − 1 + d, it has no huge gradients where a token became much less likely. It is normalized like the loss.
     """
-    difference = _log_ratio(reference, terms.now)
-    return _normalise((torch.exp(difference) - 1 - difference) * terms.weight, terms, tokens, normalise) / by
+    difference = terms.now - reference
+    return _normalise(difference**2 / 2 * terms.weight, terms, tokens, normalise) / by
 
 
 def _normalise(values: Tensor, terms: LossTerms, tokens: Tensor, normalise: Normalise) -> Tensor:
