@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -85,6 +86,9 @@ if __name__ == "__main__":
     if sys.argv[1] == "wait":
         print(os.getpid(), flush=True)
         time.sleep(3600)
+    if sys.argv[1] == "close":
+        sys.stdout = None
+        sys.exit(int(sys.argv[2]))
     print(sys.argv[1:], os.environ["MINE"], os.getcwd(), sys.stdin.read(), "own_other" in sys.modules)
     import own_other
     sys.exit(int(sys.argv[2]))
@@ -135,6 +139,26 @@ def test_server_ends_with_its_owner(tmp_path: Path) -> None:
             server.stdin.close()
             assert server.wait(timeout=scaled(20)) == 0
             assert caller.wait(timeout=scaled(20)) == 1
+
+
+def test_silent_and_broken_callers_do_not_stop_the_server(socket_path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as broken:
+        silent.connect(socket_path)
+        broken.connect(socket_path)
+        socket.send_fds(broken, [(9).to_bytes(4, "little")], [0, 1, 2])
+        broken.sendall(b"no fields")
+        with _run(socket_path, "go", "0", env={"MINE": ""}) as caller:
+            caller.communicate(b"", timeout=scaled(40))
+        assert caller.returncode == 0
+        with _run(socket_path, "go", "0", env={f"MINE{n}": "x" * 120_000 for n in range(10)}) as caller:
+            _, err = caller.communicate(b"", timeout=scaled(20))
+        assert (caller.returncode, err) == (1, b"fork_client.py: the arguments and the environment are too large\n")
+
+
+def test_exit_code_survives_closed_output(socket_path: str) -> None:
+    with _run(socket_path, "close", "7", env={"MINE": ""}) as caller:
+        _, err = caller.communicate(b"", timeout=scaled(20))
+    assert (caller.returncode, err) == (7, b"")
 
 
 def test_killed_caller_ends_its_agent(socket_path: str) -> None:

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OTHER_EXAMPLE = Path(__file__).parents[1] / "h200"
@@ -46,4 +46,8 @@ def run_pytest_server(folder: Path) -> Iterator[str]:
                 raise SystemExit(f"fork_server.py did not start with {python}; check that pytest is installed for it")
             yield f"{programs}{os.pathsep}{path}"
         finally:
+            assert server.stdin is not None
+            server.stdin.close()  # the server kills the tests that are still running, and ends
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(timeout=5)
             server.kill()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -88,6 +88,10 @@ def run_fork_server(spec: AgentSpec, installed: Installation, socket: Path) -> I
                     raise SystemExit("fork_server.py did not start")
                 yield
             finally:
+                assert server.stdin is not None
+                server.stdin.close()  # the server kills the agents that are still running, and ends
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(timeout=5)
                 server.kill()
 
 

@@ -10,11 +10,15 @@ import _socket
 import os
 import sys
 
+MAX_REQUEST_BYTES = 1 << 20  # as in fork_server.py
+
 
 def run(path: str, arguments: list[str]) -> int:
     environment = [f"{name}={value}" for name, value in os.environ.items()]
     fields = [os.getcwd(), str(len(arguments)), *arguments, *environment]
     request = os.fsencode("\0".join(fields))
+    if len(request) > MAX_REQUEST_BYTES:
+        raise SystemExit("fork_client.py: the arguments and the environment are too large")
     server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     server.connect(path)
     standard_files = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))

@@ -28,6 +28,7 @@ from types import ModuleType
 
 MAX_REQUEST_BYTES = 1 << 20
 STDIN = 0
+RECEIVE_S = 5.0  # a caller sends its request at once
 
 
 def serve(path: str, folder: str, module: str, imports: list[str]) -> None:
@@ -84,7 +85,7 @@ def import_noted(notes: int) -> bool:
     except BlockingIOError:
         return False
     for name in names:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -98,17 +99,11 @@ def fork_agent(
 
     Unless `own_path`, it also imports from the caller's working folder and PYTHONPATH.
     """
-    header, fds, _, _ = socket.recv_fds(caller, 4, 3, socket.MSG_WAITALL)
-    size = int.from_bytes(header, "little")
-    request = caller.recv(size, socket.MSG_WAITALL) if size <= MAX_REQUEST_BYTES else b""
-    if len(fds) != 3 or not request or len(request) != size:
-        for fd in fds:
-            os.close(fd)
-        raise ValueError("the request is incomplete or too large")
-    cwd, count, *fields = map(os.fsdecode, request.split(b"\0"))
-    arguments, environment = fields[: int(count)], dict(field.split("=", 1) for field in fields[int(count) :])
+    cwd, arguments, environment, fds = receive_request(caller)
     before = set(sys.modules)
     if pid := os.fork():
+        with contextlib.suppress(OSError):  # it is already done, or the process has ended
+            os.setpgid(pid, pid)  # so that `kill` finds the process at once
         for fd in fds:
             os.close(fd)
         return pid
@@ -116,7 +111,7 @@ def fork_agent(
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
+        os.setpgid(0, 0)
         for fd, number in zip(fds, (0, 1, 2), strict=True):
             os.dup2(fd, number)
             os.close(fd)
@@ -142,9 +137,34 @@ def fork_agent(
                 if name not in before and not name.startswith("__") and (own_path or is_installed(loaded))
             ]
             os.write(pen, "\n".join(["", *names]).encode()[: select.PIPE_BUF * 15])
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the program may have closed it
+                stream.flush()
         os._exit(code & 0xFF)
+
+
+def receive_request(caller: socket.socket) -> tuple[str, list[str], dict[str, str], list[int]]:
+    """Return the caller's working folder, arguments, environment and standard files. A caller that sends too little is refused."""
+    caller.settimeout(RECEIVE_S)
+    header, fds, _, _ = socket.recv_fds(caller, 4, 3)
+    try:
+        size = int.from_bytes(header, "little")
+        if len(fds) != 3 or len(header) != 4 or not 0 < size <= MAX_REQUEST_BYTES:
+            raise ValueError("the request is incomplete or too large")
+        request = b""
+        while len(request) < size:
+            part = caller.recv(size - len(request))
+            if not part:
+                raise ValueError("the request is incomplete")
+            request += part
+        cwd, count, *fields = map(os.fsdecode, request.split(b"\0"))
+        environment = dict(field.split("=", 1) for field in fields[int(count) :])
+    except (OSError, ValueError):
+        for fd in fds:
+            os.close(fd)
+        raise
+    caller.settimeout(None)
+    return cwd, fields[: int(count)], environment, list(fds)
 
 
 def is_installed(module: ModuleType) -> bool:
