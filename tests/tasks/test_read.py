@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -136,6 +137,9 @@ def test_row_files_are_stored_once_and_repaired(tmp_path: Path, cache: Path) -> 
     (a.files / "more").write_text("tampered with")
     again = next(read_tasks(source)).files
     assert again is not None and (again / "x").read_text() == "1" and [p.name for p in again.iterdir()] == ["x"]
+    shutil.rmtree(again)
+    again.symlink_to(tmp_path / "missing")
+    assert next(read_tasks(source)).files == again and (again / "x").read_text() == "1" and not again.is_symlink()
     assert not [path for path in (cache / "tasks").iterdir() if path.name.startswith(".")]
 
 

@@ -9,11 +9,13 @@ stored on the host, in a cache folder named after a hash of their content.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -226,17 +228,15 @@ def _holds_exactly(folder: Path, files: Files) -> bool:
 
     This is checked each time a row is loaded, because an agent may have changed a grader in the folder.
     """
-    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    if {path.relative_to(folder).as_posix() for path in paths} != set(files):
-        return False
     try:
-        return all(
+        paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+        return {path.relative_to(folder).as_posix() for path in paths} == set(files) and all(
             not path.is_symlink()
             and path.is_file()
             and path.read_bytes() == _encode_file(files, path.relative_to(folder))
             for path in paths
         )
-    except FileNotFoundError:  # another process has just replaced the folder
+    except OSError:  # unreadable, or another process has just replaced the folder
         return False
 
 
@@ -250,8 +250,7 @@ def _write_folder(folder: Path, files: Files) -> None:
     Processes that load the same tasks take turns, so that none removes a folder that another one has just written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.parent.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _lock(folder.parent.with_suffix(".lock")):
         if _holds_exactly(folder, files):  # another process was faster
             return
         scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
@@ -262,8 +261,24 @@ def _write_folder(folder: Path, files: Files) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(text.encode("utf-8", "surrogatepass"))
                 path.chmod(0o755 if text.startswith("#!") else 0o644)
-            if folder.exists():
+            if folder.exists() or folder.is_symlink():
                 folder.rename(scratch / "old")
             new.rename(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            # The file system has no locks. Two processes that write the same files at the same moment may then fail.
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # also releases copies that a forked process holds
