@@ -129,6 +129,29 @@ async def test_worker_retries_until_it_can_read_the_outbox_after_the_lease_was_l
     store.close()
 
 
+async def test_worker_keeps_watching_the_lease_although_calls_cannot_be_aborted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    file, permit = new_permit(tmp_path, clock)
+    file.write(130.0, registered=True)
+    store, aborted = open_cell(tmp_path), []
+
+    class Sessions:
+        async def interrupt_calls(self) -> None:
+            aborted.append(self)
+            if len(aborted) == 1:
+                raise OSError(5, "Input/output error")
+
+    guard = ServingGuard(permit, max_unshipped=1)
+    for _ in range(2):
+        guard.add(store.outbox, Sessions())  # type: ignore[arg-type]
+    await guard.interrupt_calls()
+    assert len(aborted) == 2  # the second project, too
+    assert "could not abort all calls in flight" in caplog.text
+    store.close()
+
+
 async def test_cell_takes_every_step_of_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_cell(tmp_path)
     config = ServeConfig(data=str(tmp_path), shared="postgresql://nobody@127.0.0.1:1/turngate")

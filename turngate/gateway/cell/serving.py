@@ -148,7 +148,12 @@ class ServingGuard:
 
     async def interrupt_calls(self) -> None:
         """Abort the calls in flight of all projects. Agents will repeat them."""
-        await asyncio.gather(*(sessions.interrupt_calls() for _, sessions in self._parts))
+        ends = await asyncio.gather(
+            *(sessions.interrupt_calls() for _, sessions in self._parts), return_exceptions=True
+        )
+        for error in ends:
+            if isinstance(error, Exception):
+                log.error("could not abort all calls in flight", exc_info=error)
 
     async def _try_to_switch(self) -> None:
         """Switch to the cell's new id. If that fails, log the error. `run` tries again at the next poll."""
