@@ -123,6 +123,20 @@ async def test_second_runner_in_same_folder_is_refused(tmp_path: Path) -> None:
     await write_entries(tmp_path, HEAD)  # the folder is free again
 
 
+async def test_folder_is_free_although_a_forked_process_has_a_copy_of_the_file(tmp_path: Path) -> None:
+    ledger = Ledger.open(tmp_path)
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        await ledger.close()
+        await write_entries(tmp_path, HEAD)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, flags: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

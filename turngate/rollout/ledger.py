@@ -218,6 +218,10 @@ class Ledger:
         for _, done in self._waiting:
             done.cancel()
         if self._fd >= 0:
+            with suppress(OSError):
+                fcntl.flock(
+                    self._fd, fcntl.LOCK_UN
+                )  # also releases the copy of a process that was forked at this moment
             os.close(self._fd)
             self._fd = -1
 
