@@ -123,6 +123,7 @@ async def test_second_runner_in_same_folder_is_refused(tmp_path: Path) -> None:
     await write_entries(tmp_path, HEAD)  # the folder is free again
 
 
+@pytest.mark.process
 async def test_folder_is_free_although_a_forked_process_has_a_copy_of_the_file(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
     child = os.fork()
