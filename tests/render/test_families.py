@@ -80,3 +80,9 @@ def test_reply_ends_before_stop_string(
 def test_call_is_parsed_by_the_package(gemma: FamilyRenderer) -> None:
     message, _, _ = _read(gemma, 'A call: <|tool_call>call:f{x:<|"|>y<|"|>}<tool_call|>', (), 1)
     assert message.content == "A call: " and [(c.name, c.arguments) for c in message.tool_calls] == [("f", '{"x":"y"}')]
+
+
+def test_stop_string_within_a_character_does_not_depend_on_the_chunks(gemma: FamilyRenderer) -> None:
+    text = "日本<channel|>éENER é"
+    messages = [_read(gemma, text, ["é"], size)[0] for size in (1, 2, 3, 1000)]
+    assert len({message.content for message in messages}) == 1, messages

@@ -233,12 +233,17 @@ class _PackageReader(ReplyReader):
         if not self.stopped_by:
             return ids
         before = self._decode(ids).partition(self.stopped_by)[0]
-        # Search the longest prefix of the ids whose text comes before the stop string.
-        fits, most = 0, len(ids)
-        while fits < most:
-            middle = (fits + most + 1) // 2
-            fits, most = (middle, most) if before.startswith(self._decode(ids[:middle])) else (fits, middle - 1)
-        return ids[:fits] + self._family.tokenizer.encode(before[len(self._decode(ids[:fits])) :])
+        # One pass finds the ids whose complete characters fit. The last few may end within a character.
+        decoder, size, kept = self._family.tokenizer.decoder(), 0, list[int]()
+        for one in ids:
+            size += len(decoder.feed(self._drop_hidden([one])))
+            if size > len(before):
+                break
+            kept.append(one)
+        ids = kept
+        while not before.startswith(text := self._decode(ids)):
+            ids.pop()
+        return ids + self._family.tokenizer.encode(before[len(text) :])
 
     def _decode(self, ids: Sequence[int]) -> str:
         decoder = self._family.tokenizer.decoder()
